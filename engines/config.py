@@ -134,6 +134,17 @@ class MegatronConfig:
         """Data-parallel size: replicas of the model."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
+    def check_longest(self, longest: int) -> None:
+        """Raise ValueError where a fixed number of slots does not hold the longest sequence; its last token is no
+        input."""
+        unit = compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)
+        need = -(-(longest - 1) // unit) * unit
+        if 0 < self.slots < need:
+            raise ValueError(
+                f"actor: slots={self.slots} does not hold the longest sequence, {longest} tokens, which takes {need}; "
+                "raise --actor.slots or leave it out"
+            )
+
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError where the parallel sizes do not divide the model, or nothing is left to learn."""
         # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.

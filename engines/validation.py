@@ -59,6 +59,8 @@ def spell(kind: Any) -> str:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin in (list, tuple):
         return f"a list ({spell(arguments[0])})"
+    if origin is dict:
+        return "names with values" if arguments[0] is str else f"pairs ({', '.join(map(spell, arguments))})"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
     return words.get(kind, getattr(origin or kind, "__name__", str(kind)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -210,6 +211,15 @@ class Platform(Protocol):
         """Return the environment in which a training process repeats its numbers, beside torch's deterministic
         algorithms; set before it computes anything or talks to other ranks."""
         return {}
+
+    def measure_peak_memory(self) -> int:
+        """Measure the largest number of bytes that this process has held so far: tensors on its device, or where it has
+        none of its own all of its memory."""
+        if self.visible_devices is None:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        import torch
+
+        return torch.get_device_module().max_memory_allocated()
 
     def build_profiler(self) -> Profiler:
         """Return the recorder of the operators of this process and of its device."""

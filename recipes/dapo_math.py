@@ -5,7 +5,7 @@ penalty for answers that run long, every token of a mini-batch counting alike, n
     python -m recipes.dapo_math --smoke                the same recipe, tiny, on a CPU
 """
 
-from recipes.common.mathematics import INSTRUCTION, math_reward
+from recipes.common.mathematics import INSTRUCTION, find_answer, math_reward
 from recipes.common.smoke import RecipeConfig, parse_recipe_config
 from rlworker import (
     AlgorithmConfig,
@@ -17,6 +17,7 @@ from rlworker import (
     Row,
     VllmConfig,
     launch,
+    one_turn,
 )
 
 DEFAULT = RecipeConfig(
@@ -55,4 +56,4 @@ def right_or_wrong(text: str, row: Row) -> float:
 
 
 if __name__ == "__main__":
-    launch(parse_recipe_config(DEFAULT, __doc__), right_or_wrong)
+    launch(parse_recipe_config(DEFAULT, __doc__), one_turn(right_or_wrong, find_answer))

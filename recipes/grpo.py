@@ -7,27 +7,27 @@ Copy this file to write your own recipe: the reward is any function ``reward(tex
 """
 
 import re
-from decimal import Decimal
+from decimal import Context, Decimal
 
-from rlworker import Row, RunConfig, launch, parse_config
+from rlworker import Row, RunConfig, launch, one_turn, parse_config
 
 NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
-def find_last_number(text: str) -> Decimal | None:
-    numbers = NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+def find_answer(text: str, row: Row) -> str:
+    """Find the last number in a text, or its last line if the row's answer is no number."""
+    if not NUMBER.fullmatch(row.answer.strip()):
+        return text.strip().rpartition("\n")[2].strip()
+    number = (NUMBER.findall(text) or [""])[-1].replace(",", "")
+    return f"{Decimal(number).normalize(Context(len(number))):f}" if number else ""
 
 
 def reward(text: str, row: Row) -> float:
-    """Return 1 where the last number is the answer, or the last line if the answer is no number."""
-    answer, last_line = row.answer.strip(), text.strip().rpartition("\n")[2].strip()
-    if NUMBER.fullmatch(answer):
-        return float(find_last_number(text) == find_last_number(answer))
-    return float(answer != "" and last_line == answer)
+    """Return 1 where the text ends in the row's answer."""
+    return float(find_answer(text, row) == find_answer(row.answer, row) != "")
 
 
 DEFAULT = RunConfig()
 
 if __name__ == "__main__":
-    launch(parse_config(DEFAULT, __doc__), reward)
+    launch(parse_config(DEFAULT, __doc__), one_turn(reward, find_answer))

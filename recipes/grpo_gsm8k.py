@@ -7,7 +7,7 @@ In full, which is untested: eight training ranks and four vLLM engines, each on 
 the sizes of a node of that platform.
 """
 
-from recipes.common.mathematics import INSTRUCTION, math_reward
+from recipes.common.mathematics import INSTRUCTION, find_answer, math_reward
 from recipes.common.smoke import RecipeConfig, parse_recipe_config
 from rlworker import (
     AlgorithmConfig,
@@ -18,6 +18,7 @@ from rlworker import (
     OptimizerConfig,
     VllmConfig,
     launch,
+    one_turn,
 )
 
 DEFAULT = RecipeConfig(
@@ -43,4 +44,4 @@ DEFAULT = RecipeConfig(
 )
 
 if __name__ == "__main__":
-    launch(parse_recipe_config(DEFAULT, __doc__), math_reward)
+    launch(parse_recipe_config(DEFAULT, __doc__), one_turn(math_reward, find_answer))

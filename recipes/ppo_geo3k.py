@@ -10,10 +10,10 @@ device of 80 GB; with ``--platform`` the sizes of a node of that platform.
 
 from dataclasses import replace
 
-from recipes.common.mathematics import math_reward
+from recipes.common.mathematics import find_answer, math_reward
 from recipes.common.smoke import parse_recipe_config
 from recipes.grpo_geo3k import DEFAULT as GRPO
-from rlworker import AlgorithmConfig, CriticConfig, launch
+from rlworker import AlgorithmConfig, CriticConfig, launch, one_turn
 
 DEFAULT = replace(
     GRPO,
@@ -26,4 +26,4 @@ DEFAULT = replace(
 )
 
 if __name__ == "__main__":
-    launch(parse_recipe_config(DEFAULT, __doc__), math_reward)
+    launch(parse_recipe_config(DEFAULT, __doc__), one_turn(math_reward, find_answer))

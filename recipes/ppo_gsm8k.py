@@ -7,9 +7,9 @@ python -m recipes.ppo_gsm8k --smoke                the same recipe, tiny, on a C
 from dataclasses import replace
 
 from recipes import grpo_gsm8k
-from recipes.common.mathematics import math_reward
+from recipes.common.mathematics import find_answer, math_reward
 from recipes.common.smoke import parse_recipe_config
-from rlworker import AlgorithmConfig, CriticConfig, launch
+from rlworker import AlgorithmConfig, CriticConfig, launch, one_turn
 
 DEFAULT = replace(
     grpo_gsm8k.DEFAULT,
@@ -22,4 +22,4 @@ DEFAULT = replace(
 )
 
 if __name__ == "__main__":
-    launch(parse_recipe_config(DEFAULT, __doc__), math_reward)
+    launch(parse_recipe_config(DEFAULT, __doc__), one_turn(math_reward, find_answer))

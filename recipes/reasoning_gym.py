@@ -28,6 +28,7 @@ from rlworker import (
     RunConfig,
     VllmConfig,
     launch,
+    one_turn,
     parse_config,
 )
 
@@ -147,12 +148,12 @@ def write_rows(config: ReasoningConfig) -> ReasoningConfig:
     return replace(config, data=replace(config.data, **files))
 
 
-def find_answer(text: str, expected: str) -> str:
+def find_answer(text: str, row: Row) -> str:
     """Find the answer in a text: the content of its last <answer> tags; else its last number where a number is
     expected, or its last line."""
     if (tagged := utils.extract_answer(text)) is not None:
         return tagged
-    if NUMBER.fullmatch(expected):
+    if NUMBER.fullmatch(row.answer):
         return (NUMBER.findall(text) or [""])[-1]
     return text.strip().rpartition("\n")[2].strip()
 
@@ -162,7 +163,7 @@ def reward(text: str, row: Row) -> float:
     draw = row.source["draw"]
     if (key := json.dumps(draw)) not in _DATASETS:
         _DATASETS[key] = make_dataset(**draw)
-    dataset, found = _DATASETS[key], find_answer(text, row.answer)
+    dataset, found = _DATASETS[key], find_answer(text, row)
     score = dataset.score_answer(found, dataset[row.source["index"]])
     # Many tasks give a part of 1 where the answer stands in a longer text. A number that stands in a longer one, as 4
     # does in 24 and in -4, is a wrong answer: a model that is paid for it learns to name longer numbers.
@@ -182,7 +183,7 @@ def main() -> None:
         from rlworker.algorithms.objective import configure_advantage
 
         parts["advantage"] = shuffle_advantage(configure_advantage(config))
-    launch(config, reward, **parts)
+    launch(config, one_turn(reward, find_answer), **parts)
 
 
 if __name__ == "__main__":

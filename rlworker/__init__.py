@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rlworker.config.sections import (
         CheckpointConfig,
         CriticConfig,
+        CurriculumConfig,
         DataConfig,
         EnvironmentConfig,
         LimitsConfig,
@@ -73,6 +74,7 @@ _HOMES = {
     "rlworker.config.sections": (
         "CheckpointConfig",
         "CriticConfig",
+        "CurriculumConfig",
         "DataConfig",
         "EnvironmentConfig",
         "LimitsConfig",

@@ -1,7 +1,9 @@
 """The ``rlworker`` command, also as ``python -m rlworker``."""
 
 import argparse
+import importlib.util
 import json
+import runpy
 import sys
 import time
 from dataclasses import asdict, replace
@@ -23,9 +25,21 @@ def report(run: Positional[Path]) -> None:
     Args:
         run: Folder of the run.
     """
-    from rlworker.tracking.report import write_report
+    from rlworker.tracking.report.page import write_report
 
     print(write_report(run))
+
+
+def compare(runs: Positional[tuple[Path, ...]], output: Path | None = None) -> None:
+    """Compare runs on a page: settings that differ, curves over steps, tokens and seconds, samples side by side.
+
+    Args:
+        runs: Folders of two runs or more.
+        output: File of the page; left out, compare.html in the folder of the first run.
+    """
+    from rlworker.tracking.report.compare import write_comparison
+
+    print(write_comparison(runs, output))
 
 
 def check(config: CheckConfig) -> None:
@@ -74,13 +88,46 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     sys.exit(not fits)
 
 
+def evaluate(arguments: Positional[tuple[str, ...]] = ()) -> None:
+    """Evaluate a model on the held-out rows of a recipe, by its reward or environment. Nothing is trained.
+
+    It is the recipe's own command with --model MODEL --evaluate.
+
+    Args:
+        arguments: MODEL RECIPE [its settings], like runs/mine/checkpoints/step_40 recipes.grpo --run-dir runs/mine
+            --data.heldout heldout.jsonl. MODEL is a run's checkpoint, a HuggingFace folder or hf:ORG/NAME. RECIPE is a
+            module's name, or a file's path like ./own.py.
+    """
+    if len(arguments) < 2:
+        raise ValueError("evaluate: give MODEL RECIPE [its settings]; rlworker evaluate --help explains them")
+    model, recipe, *settings = arguments
+    is_file, advice = recipe.endswith(".py"), "give a module such as recipes.grpo or a recipe's file, such as ./own.py"
+    sys.path.insert(0, str(Path(recipe).resolve().parent) if is_file else "")  # as python FILE and python -m have it
+    if is_file and not Path(recipe).is_file():
+        raise ValueError(f"evaluate: {recipe!r} is no file; {advice}")
+    if not is_file and not _find_module(recipe):
+        raise ValueError(f"evaluate: there is no module {recipe!r}; {advice}")
+    sys.argv = [recipe, *settings, "--model", model, "--evaluate"]
+    if is_file:
+        runpy.run_path(recipe, run_name="__main__")
+    else:
+        runpy.run_module(recipe, run_name="__main__", alter_sys=True)
+
+
+def _find_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a package before the last dot is none, or the name is no name
+        return False
+
+
 def main() -> None:
     """Run the command line."""
-    commands = {"check": check, "plan": plan, "report": report}
+    commands = {"check": check, "compare": compare, "evaluate": evaluate, "plan": plan, "report": report}
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:
-        if command == "plan" and not {"-h", "--help"} & set(arguments[:1]):
-            plan(tuple(arguments))  # its settings are those of the recipe that it names
+        if command in ("evaluate", "plan") and not {"-h", "--help"} & set(arguments[:1]):
+            commands[command](tuple(arguments))  # its settings are those of the recipe that it names
             return
         if command == "check":
             check(parse_config(CheckConfig(), (check.__doc__ or "").partition("\n")[0], arguments, "rlworker check"))

@@ -77,7 +77,7 @@ def find_doc(config: type, name: str) -> str:
 def spell_type(kind: Any) -> str:
     """Spell a field's type with its bounds: ``a whole number, at least 1``."""
     bounds = collect_bounds(kind)
-    text = spell(kind).replace("null", "none") if get_origin(kind) is not dict else "names with values"
+    text = spell(kind).replace("null", "none")
     if get_origin(kind) is tuple and get_args(inner := get_args(kind)[0]):
         is_choice = get_origin(inner) is Literal
         text = f"a list of {', '.join(map(repr, get_args(inner))) if is_choice else f'items, each {spell_type(inner)}'}"

@@ -33,14 +33,16 @@ from safetensors import safe_open
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig, DataConfig, RecoveryConfig
+from rlworker.config.validation import ValidationConfig
 
 VICTIMS = ("driver", "actor rank 0", "actor rank 1", "rollout engine 0")
 PHASES = {"rollout": 60, "update": 40, "sync": 30, "canary": 20, "save": 150}
 """Phase -> its length in milliseconds, roughly."""
+CHAIN_PHASES = PHASES | {"evaluate": 150}
 EPISODE_VICTIMS = ("driver", "environment worker 0", "environment worker 1", "rollout engine 0")
 EPISODE_PHASES = {"rollout": 600, "update": 60, "sync": 30}
 AHEAD_VICTIMS = (*EPISODE_VICTIMS, "actor rank 0", "actor rank 1")
-AHEAD_PROMPTS = 32
+AHEAD_PROMPTS, HELDOUT_ROWS = 32, 32
 HELDOUT_LIMIT = 0.05
 """Between the run that nobody killed and the killed one, where rollouts run ahead."""
 SURVIVORS_END_S = 60
@@ -68,6 +70,15 @@ def make_config(folder: Path, run: str, steps: int) -> RunConfig:
         samples_per_prompt=4,
         checkpoint=CheckpointConfig(save_every=2),
     )
+
+
+def add_validation(config: RunConfig, folder: Path) -> RunConfig:
+    """Let a run validate after every step, on two sets and with samples."""
+    rows, few = (folder / "data" / f"{name}.jsonl" for name in ("heldout", "few"))
+    few.write_text("".join(rows.read_text().splitlines(keepends=True)[:HELDOUT_ROWS]))
+    data = replace(config.data, heldout=str(few), heldout_sets={"again": str(few)})
+    sampled = ValidationConfig(samples=4, temperature=0.7, right_from=0.25)
+    return replace(config, data=data, eval_every=1, validation=sampled)
 
 
 def reward(text, row) -> float:
@@ -144,7 +155,7 @@ def run_link(config: RunConfig, kills: list[Kill], pids: Path, learn_from: Calla
 
         @contextmanager
         def _phase(self, clock, name):
-            done = self.steps_done if name == "save" else self.steps_done + 1
+            done = self.steps_done if name in ("evaluate", "save") else self.steps_done + 1
             if kills and self.has_begun and (name, done) == (kills[0].phase, kills[0].step):
                 kill = kills.pop(0)
                 threading.Timer(kill.delay_ms / 1000, strike, [self.find_pid(kill.victim)]).start()
@@ -202,7 +213,7 @@ def read_weights(checkpoint: Path) -> dict:
 def read_metrics_without_times(run: Path) -> list[dict]:
     """Return the lines of a run's metrics without what depends on the machine's speed, and without its outages."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    varying = ("tokens_per_second", "restarts")
+    varying = ("tokens_per_second", "flops_per_second", "memory_gb", "rollout_memory_gb", "restarts")
     return [{k: v for k, v in x.items() if not k.startswith("time") and k not in varying} for x in lines]
 
 
@@ -223,7 +234,9 @@ def run_chain(folder: Path, kills: list[Kill], steps: int) -> dict[str, float]:
     Raises:
         AssertionError: something was corrupt, survived too long, went unnamed, or the ends differ.
     """
-    whole_config, killed_config = make_config(folder, "whole", steps), make_config(folder, "killed", steps)
+    whole_config, killed_config = (
+        add_validation(make_config(folder, run, steps), folder) for run in ("whole", "killed")
+    )
     code, output = start_link(whole_config, [], folder / "pids")
     assert code == 0, output
     longest = 0.0
@@ -246,6 +259,8 @@ def compare_ends(folder: Path, steps: int, *runs: str) -> None:
     """Check that two runs, one that was whole and the other, have the same metrics and weights, bit for bit."""
     whole, other = (read_metrics_without_times(folder / run) for run in runs)
     assert whole == other
+    tables = [path.read_text() for run in runs if (path := folder / run / "validation.jsonl").exists()]
+    assert len({*tables}) <= 1 and len(tables) in (0, len(runs))
     ends = [read_weights(folder / run / "checkpoints" / f"step_{steps}") for run in runs]
     assert ends[0].keys() == ends[1].keys() and all((ends[0][n] == ends[1][n]).all() for n in ends[0])
 
@@ -326,4 +341,4 @@ if __name__ == "__main__":
                 sys.exit()
             make_data(Path(folder) / "data")
             make_model(Path(folder) / "model", seed=0)
-            print(run_chain(Path(folder), draw_kills(count, seed, steps), steps))
+            print(run_chain(Path(folder), draw_kills(count, seed, steps, phases=CHAIN_PHASES), steps))

@@ -184,6 +184,7 @@ def test_every_config_key_has_a_reader():
     from recipes.demos.cpu import DemoConfig
     from rlworker.config import sections
     from rlworker.config.algorithm import AlgorithmConfig
+    from rlworker.config.validation import ValidationConfig
 
     owners = {  # what a value of this class is called where it is read
         MegatronConfig: {"actor", "config", "engine"},
@@ -191,6 +192,7 @@ def test_every_config_key_has_a_reader():
         VllmConfig: {"rollout", "config"},
         AlgorithmConfig: {"algorithm", "parts", "self"},
         sections.CriticConfig: {"critic"},
+        sections.CurriculumConfig: {"curriculum", "config", "settings", "self"},
         sections.DataConfig: {"data"},
         sections.CheckpointConfig: {"checkpoint"},
         sections.PlacementConfig: {"placement"},
@@ -200,6 +202,7 @@ def test_every_config_key_has_a_reader():
         DemoConfig: {"config", "self"},
         EpisodeToyConfig: {"config", "self"},
         sections.EnvironmentConfig: {"environment"},
+        ValidationConfig: {"validation", "settings", "self"},
     }
     read = set().union(*(reads(parse(path), "config" in str(path.relative_to(ROOT))) for path in SOURCES))
     for config, called in owners.items():

@@ -1,6 +1,7 @@
 """The shape of a model, read from a HuggingFace folder's config.json alone, before anything heavy starts."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -201,6 +202,21 @@ class ModelSpec(DecoderSizes):
     def count_weights(self) -> int:
         """Count the elements of the tensors of ``list_hf_names``."""
         return sum(math.prod(self.find_hf_shape(name)) for name in self.list_hf_names())
+
+    def count_training_flops(self, lengths: Sequence[int], computed_tokens: float | None = None) -> float:
+        """Count the FLOPs of a forward and a backward pass of the language model over sequences: six for each weight
+        and token, without an embedding that is only looked up; and attention's two products as if every layer were
+        causal and had no window. Recomputation and padding are left out (Chowdhery et al., arXiv:2204.02311, B).
+
+        Args:
+            lengths: tokens of each sequence. computed_tokens: in all, where sequences share their beginnings.
+        """
+        lookup = 0 if self.tied else self.vocab * self.hidden
+        named = (weight for weight in self.weights.values() if weight.part == "language")
+        weights = sum(math.prod(shape) for weight in named for shape in weight.tensors.values()) - lookup
+        tokens = sum(lengths) if computed_tokens is None else computed_tokens
+        pairs = sum(length**2 for length in lengths) / 2
+        return 6.0 * weights * tokens + 12.0 * self.layers * self.heads * self.head_dim * pairs
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:

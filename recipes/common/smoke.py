@@ -105,7 +105,8 @@ def shrink_supervised(config: SftRecipeConfig) -> SftRecipeConfig:
 
 def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
     """Return the settings, by name, that shrunk recipes of both kinds share."""
-    fields = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
+    fields: dict = dict(prompt_field="question", answer_field="answer", max_prompt_tokens=192)
+    fields |= dict(format="auto", heldout_sets={})
     train = heldout = _QUESTIONS
     if isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
         rows = _make_rows(_find_folder(config) / "data", config.smoke_model)
@@ -120,6 +121,7 @@ def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
         platform=get_platform(config.platform).stand_in,
         steps=2,
         eval_every=0,
+        validation=replace(config.validation, metric="", patience=0),
         checkpoint=replace(config.checkpoint, save_every=0),
     )
 

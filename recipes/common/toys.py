@@ -14,11 +14,11 @@ from annotated_types import Ge
 
 from hardware.platform import describe
 from hardware.platforms import get_platform
-from rlworker import RunConfig, TrainBatch, Trainer, advantages, exact_match, parse_config
+from rlworker import DataConfig, RunConfig, TrainBatch, Trainer, advantages, exact_match, launch, parse_config
 from rlworker.algorithms.objective import configure_advantage
 from rlworker.cluster.ray import running_ray
 from rlworker.tracking.log import read_metrics
-from rlworker.tracking.report import format_report
+from rlworker.tracking.report.page import format_report
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import log_start
 from rlworker.tracking.trackers import check_trackers
@@ -103,6 +103,12 @@ def find_warm_model(config: ToyConfig) -> Path:
     return Path(config.run_dir) / f"model_warm_seed{config.seed}"
 
 
+def name_data(config: ToyConfig) -> DataConfig:
+    """Name the files of a toy's rows."""
+    folder = Path(config.run_dir, "data")
+    return replace(config.data, **{name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")})
+
+
 def prepare(config: Config, toy: Toy) -> tuple[Config, RunFolder]:
     """Claim the run folder, make the data and the model, which take no engine, and check everything against them."""
     user_keys = [
@@ -111,8 +117,7 @@ def prepare(config: Config, toy: Toy) -> tuple[Config, RunFolder]:
     if user_keys:
         raise ValueError(f"demo: --{user_keys[0]} is made on the spot; for your own use recipes.grpo")
     folder = Path(config.run_dir)
-    files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "heldout")}
-    config = replace(config, data=replace(config.data, **files))
+    config = replace(config, data=name_data(config))
     check_trackers(config.trackers)
     run = RunFolder(config.run_dir)
     run.claim(replace(config, model=str(find_warm_model(config))))
@@ -150,8 +155,14 @@ def train_toy(config: ToyConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
 def run_toy(default: ToyConfig, description: str | None, toy: Toy) -> None:
     """Run the demo as ``python -m`` does: settings from the command line, everything checked, the run."""
     config = parse_config(default, description)
+    if config.evaluate:
+        if not Path(config.run_dir, "data").exists():
+            toy.make_data(Path(config.run_dir, "data"))
+        launch(replace(config, data=name_data(config)), toy.learn_from)
+        return
     if config.smoke:
         config = replace(config, warm_up_steps=5, steps=2, prompts_per_step=8, samples_per_prompt=4, eval_every=0)
+        config = replace(config, validation=replace(config.validation, patience=0))
     with graceful_stop() as stop:
         try:
             config, folder = prepare(config, toy)

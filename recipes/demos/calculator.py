@@ -65,6 +65,7 @@ async def ask_calculator(policy: Policy, row: Row) -> Episode:
     for _ in range(TURNS):
         sample = await policy.sample(episode)
         if not (answers := await answer_calls(policy, sample, {"calculate": tool})):
+            episode.answer = sample.text
             episode.reward(float(sample.text == row.answer))
             break
         episode.observe(answers)
@@ -79,7 +80,7 @@ async def mislead(expression: str) -> str:
 def measure_misled(trainer: Trainer) -> dict[str, float]:
     """Measure how often held-out questions are answered right where the tool's results are wrong: how far the model
     does without it."""
-    rows = [replace(row, source=row.source | {"misled": True}) for row in trainer.heldout]
+    rows = [replace(row, source=row.source | {"misled": True}) for row in trainer.heldout[""]]
     values = trainer.manager.score_greedy(rows).values
     return {"heldout_misled": sum(values) / len(values)}
 

@@ -28,8 +28,6 @@ from rlworker.cluster.transport import send_buckets
 from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from engines.batch.shard import Outputs, Shard
     from engines.interfaces import LossFn, OffloadPart, RolloutEngine, StepResult, Tag, TrainEngine
     from engines.weight_digest import DigestPlan
@@ -73,6 +71,9 @@ class _Worker:
         if self._tracer:
             self._tracer.end(path)
         self._tracer = None
+
+    def measure_peak_memory(self) -> int:
+        return self.platform.measure_peak_memory()
 
     def _note_work(self) -> None:
         if self._tracer:

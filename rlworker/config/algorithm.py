@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 
 from engines.config import VllmConfig
 from engines.validation import FINITE, LARGEST, check_numbers, check_types, option
-from rlworker.config.sections import CriticConfig
+from rlworker.config.sections import CriticConfig, LimitsConfig
 
 AdvantageName = Literal[
     "grpo",
@@ -189,9 +189,16 @@ class AlgorithmConfig:
         """Each prompt has a greedy completion beside its samples."""
         return self.greedy_baseline or self.parts.advantage == "remax"
 
-    def check_beside(self, critic: CriticConfig, rollout: VllmConfig, samples_per_prompt: int) -> None:
+    def check_beside(
+        self, critic: CriticConfig, rollout: VllmConfig, limits: LimitsConfig, samples_per_prompt: int
+    ) -> None:
         """Raise ValueError where other settings of the run leave the algorithm without something that it needs."""
         parts, staleness = self.parts, rollout.staleness
+        if limits.epoch_kl and self.epochs == 1:
+            raise ValueError(
+                f"config: limits.epoch_kl={limits.epoch_kl} leaves out further epochs, and algorithm.epochs is 1; "
+                "raise --algorithm.epochs or leave --limits.epoch-kl out"
+            )
         if self.score_centering and rollout.top_k:
             raise ValueError(
                 f"config: algorithm.score_centering={self.score_centering} takes what its ids leave as one class, and "

@@ -10,11 +10,14 @@ from rlworker.config.run import TrainingConfig
 Changes = dict[str, tuple[Any, Any]]
 """Key -> the run's value, and the value with which it goes on."""
 
-_OF_EACH_START = {"resume", "run_dir"}
+_MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets", "sources", "buckets")
+"""Settings whose value is a mapping."""
+_OF_EACH_START = {"resume", "run_dir", "evaluate"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
+_MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.pass_reward", "curriculum.advance_at"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
-_MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.")
+_MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.", "validation.")
 """Settings, and sections of them, that a run may change on its way."""
 _BELONG_TO_RUN = {"actor.dtype", "actor.freeze", "actor.attention_override", "actor.megatron"}
 _BELONG_TO_RUN |= {"rollout.attention_override", "algorithm.reference", "algorithm.name", "algorithm.advantage"}
@@ -31,7 +34,7 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     """Spell nested settings as dotted key -> value; a pass-through dict counts as one value."""
     flat = {}
     for key, value in settings.items():
-        nested = isinstance(value, dict) and key not in ("megatron", "vllm", "chat_template_args")
+        nested = isinstance(value, dict) and key not in _MAPPINGS
         flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
 
@@ -39,10 +42,21 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
 def read_changes(folder: Path, config: TrainingConfig) -> Changes:
     """Read the settings that a run's folder has stored, and list those that differ from a config to resume it with.
 
+    Raises:
+        ValueError: as ``read_differences``, or the run would be another one with the changes.
+    """
+    changes = read_differences(folder, config)
+    _check_changes(changes, config, str(folder))
+    return changes
+
+
+def read_differences(folder: Path, config: TrainingConfig) -> Changes:
+    """Read the settings that a run's folder has stored, and list those that differ from a config.
+
     A setting that did not exist when the run was started counts as having its present default.
 
     Raises:
-        ValueError: the stored settings cannot be read, or the run would be another one with the changes.
+        ValueError: the stored settings cannot be read.
     """
     try:
         stored = json.loads((folder / "config.json").read_text())
@@ -56,9 +70,7 @@ def read_changes(folder: Path, config: TrainingConfig) -> Changes:
     default, now = flatten_config(type(config)()), flatten_config(config)
     before, now = (json.loads(json.dumps(settings)) for settings in (default | flatten(stored), now))
     keys = sorted((before.keys() | now.keys()) - _OF_EACH_START)
-    changes = {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
-    _check_changes(changes, config, str(folder))
-    return changes
+    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
 
 
 def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None:

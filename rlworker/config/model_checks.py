@@ -21,6 +21,12 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
     """
     model = ModelSpec.from_folder(folder)
     check_trainable(model, actor, platform_name)
+    check_rollout(model, platform_name, rollout)
+    return model
+
+
+def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> None:
+    """Raise ValueError where a rollout engine cannot hold the model."""
     rollout.check_model(model)
     platform = get_platform(platform_name)
     if model.head_dim not in platform.rollout_head_dims:
@@ -30,13 +36,17 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
         )
     check_rollout_rules(model, rollout, platform)
     _check_cache(model, rollout, platform)
-    return model
 
 
 def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
     """Raise ValueError where a training engine cannot hold the model, or its folder does not hold its weights."""
     config.check_model(model)
     check_rules(model, config, get_platform(platform_name))
+    check_folder(model)
+
+
+def check_folder(model: ModelSpec) -> None:
+    """Raise ValueError where a model's folder does not hold its weights, or the settings of its image processor."""
     SafetensorsFolder(model.folder).check(model)
     if model.vision:
         from engines.images.placeholders import list_margin_tokens

@@ -10,19 +10,20 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
-from hardware.attention.rules import compute_slot_unit
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
 from rlworker.config.algorithm import AlgorithmConfig, Importance
 from rlworker.config.model_checks import check_engines
 from rlworker.config.sections import (
     CheckpointConfig,
     CriticConfig,
+    CurriculumConfig,
     DataConfig,
     EnvironmentConfig,
     LimitsConfig,
     PlacementConfig,
     RecoveryConfig,
 )
+from rlworker.config.validation import ValidationConfig
 
 _FP32_LIMITS = 2e-5, 5e-3
 """Mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
@@ -30,17 +31,6 @@ _FLOORS, _MOST = 5.0, 0.5
 """In bfloat16 the limit on the mean is so many floors, and at most the second: models round by 0.02 to 0.1."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 """Trackers that a run can open by name; rlworker/tracking/named_trackers.py opens them."""
-
-
-def check_slots(actor: MegatronConfig, longest: int) -> None:
-    """Raise ValueError where a fixed number of slots does not hold the longest sequence; its last token is no input."""
-    unit = compute_slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
-    need = -(-(longest - 1) // unit) * unit
-    if 0 < actor.slots < need:
-        raise ValueError(
-            f"actor: slots={actor.slots} does not hold the longest sequence, {longest} tokens, which takes {need}; "
-            "raise --actor.slots or leave it out"
-        )
 
 
 def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
@@ -80,6 +70,7 @@ class TrainingConfig:
     data: DataConfig = field(default_factory=DataConfig)
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     platform: PlatformName = DEFAULT_PLATFORM
     """Kind of machine that the engines run on."""
@@ -99,6 +90,8 @@ class TrainingConfig:
     """Experiment trackers that get the metrics beside metrics.jsonl. They write into run_dir and stay offline, unless
     variables of the tracker, such as WANDB_MODE, say otherwise."""
 
+    _heldout_ending = ""
+
     def __post_init__(self):
         check_types("config", self)
         parse_steps(self.profile_steps, self.steps)
@@ -107,6 +100,10 @@ class TrainingConfig:
     def profiled_steps(self) -> range:
         """The steps to profile."""
         return parse_steps(self.profile_steps, self.steps)
+
+    def choose_metric(self) -> str:
+        """Choose the metric by which a checkpoint is the best; ValueError where there is none of that name."""
+        return self.validation.choose_metric(self.data.heldouts, self.eval_every, self._heldout_ending)
 
     def keeps_samples(self, step: int) -> bool:
         """Return True for a step whose samples are kept without an evaluation too."""
@@ -157,6 +154,7 @@ class RunConfig(TrainingConfig):
 
     rollout: VllmConfig = field(default_factory=VllmConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -168,6 +166,8 @@ class RunConfig(TrainingConfig):
     samples_every: Annotated[int, Ge(0)] = 10
     """Interval, in steps, at which run_dir/rollouts keeps a few samples. The first, the last and evaluated steps always
     keep some; 0 adds no other step."""
+    evaluate: bool = False
+    """Evaluate the model on the held-out rows and end: nothing is trained. The model may be a run's checkpoint."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -192,7 +192,7 @@ class RunConfig(TrainingConfig):
                 f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
                 "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
             )
-        self.algorithm.check_beside(self.critic, self.rollout, self.samples_per_prompt)
+        self.algorithm.check_beside(self.critic, self.rollout, self.limits, self.samples_per_prompt)
         if self.trains_critic and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "
@@ -203,12 +203,7 @@ class RunConfig(TrainingConfig):
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
                 f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise one of them"
             )
-        if self.limits.epoch_kl and self.algorithm.epochs == 1:
-            raise ValueError(
-                f"config: limits.epoch_kl={self.limits.epoch_kl} leaves out further epochs, and algorithm.epochs is 1; "
-                "raise --algorithm.epochs or leave --limits.epoch-kl out"
-            )
-        check_slots(self.actor, self.longest)
+        self.actor.check_longest(self.longest)
         if self.prompts_per_step < self.rollout.engines:
             raise ValueError(
                 f"config: prompts_per_step={self.prompts_per_step} leaves some of {self.rollout.engines} rollout "
@@ -295,6 +290,11 @@ class RunConfig(TrainingConfig):
     def takes_floor(self) -> bool:
         """The limit on the mean |rollout - trainer logprob| comes from a measurement when the run begins."""
         return self.limits.logprob_diff_mean is None and not self._is_fp32
+
+    def check_trains(self) -> None:
+        """Raise ValueError where the settings ask for an evaluation, which trains nothing."""
+        if self.evaluate:
+            raise ValueError("config: evaluate trains nothing, and this program trains; it is launch that evaluates")
 
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:
         """Find the mean and max of |rollout - trainer logprob| that stop the run, in bfloat16 by the mean ``floor`` of

@@ -1,11 +1,12 @@
 """The sections of a run's settings: each a frozen dataclass that checks its own values."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from engines.validation import FINITE, PassThrough, check_types
+from engines.validation import FINITE, LARGEST, PassThrough, check_types
 
 LARGEST_REWARD = 1e6
 """Size beyond which a reward counts as failed: GRPO squares rewards in float32."""
@@ -20,6 +21,12 @@ class DataConfig:
     a folder of Dataset.save_to_disk (FOLDER:SPLIT). Of the hub: hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT."""
     heldout: str = ""
     """Held-out rows, in a source of the same kinds: evaluated and never trained on. Empty evaluates nothing."""
+    heldout_sets: dict[str, str] = field(default_factory=dict)
+    """Further sets of held-out rows by name, such as aime aime.jsonl math hf:OWNER/NAME:test. Each has metrics of its
+    own."""
+    format: Literal["auto", "verl", "trl"] = "auto"
+    """Format of the rows. Verl's have reward_model.ground_truth, TRL's a completion or, to be rewarded by a function
+    alone, a prompt. Auto tells by the first row: without the answer field it is verl's or TRL's where it has theirs."""
     prompt_field: str = "prompt"
     """Field of a row that holds the prompt: text, or chat messages [{"role": text, "content": text}, ...]. A text gets
     the special tokens that the tokenizer puts before one (Llama's BOS), and no token after it."""
@@ -51,6 +58,90 @@ class DataConfig:
                 raise ValueError(f"data: {name} must not be empty; set it to the name of a field of your rows")
         if clashes := sorted({"messages", "tools", "documents", "add_generation_prompt"} & {*self.chat_template_args}):
             raise ValueError(f"data: chat_template_args may not set {clashes}: each prompt has its own; drop them")
+        if wrong := [name for name in self.heldout_sets if not re.fullmatch(r"[A-Za-z0-9.-]+", name)]:
+            raise ValueError(
+                f"data: heldout_sets has the name {wrong[0]!r}, which metrics are named by; take letters, digits, dots "
+                "and hyphens"
+            )
+
+    @property
+    def heldouts(self) -> dict[str, str]:
+        """The source of each held-out set by its name; that of ``heldout`` is empty."""
+        return ({"": self.heldout} if self.heldout else {}) | self.heldout_sets
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """The choice of prompts: sources by weight, buckets of difficulty, and prompts left out by their pass rate."""
+
+    sources: dict[str, float] = field(default_factory=dict)
+    """Further sources of rows and their weights, such as b.jsonl 0.5; each gives that share of the prompts, however
+    many rows it has. The weight of data.train is 1 unless it is named here too."""
+    difficulty_field: str = ""
+    """Field of a row that holds its difficulty, a number. Empty takes 1 less the running pass rate of a prompt."""
+    buckets: dict[float, float] = field(default_factory=dict)
+    """Buckets of difficulty, the easiest first: the largest difficulty in each, and its weight. For instance 0.3 1
+    0.7 2 1 1 draws half of a source's prompts from the middle one."""
+    advance_at: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Pass rate of the last 64 prompts from the hardest open bucket at which the next opens; at first the easiest alone
+    is open. 0 opens all."""
+    pass_rates: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest running pass rate of a prompt that is drawn. Others are left out three times, and drawn once
+    more."""
+    pass_reward: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 1.0
+    """Smallest reward of a sample that passes."""
+
+    def __post_init__(self):
+        check_types("curriculum", self)
+        if wrong := {path: weight for path, weight in self.sources.items() if not (path and 0 < weight <= LARGEST)}:
+            raise ValueError(
+                f"curriculum: sources has {wrong}, expected the paths of rows and weights above 0; change "
+                "--curriculum.sources"
+            )
+        weights = [*self.buckets.values()]
+        if any(not 0 <= weight <= LARGEST for weight in weights) or (weights and not any(weights)):
+            raise ValueError(
+                f"curriculum: buckets has the weights {weights}, expected finite numbers of 0 or more and one above 0; "
+                "change --curriculum.buckets"
+            )
+        low, high = self.pass_rates if len(self.pass_rates) == 2 else (1.0, 0.0)
+        if not 0 <= low <= high <= 1:
+            raise ValueError(
+                f"curriculum: pass_rates={self.pass_rates} must be a lowest and a highest rate from 0 to 1; set "
+                "--curriculum.pass-rates, such as 0.05 0.95"
+            )
+        bounds = [*self.buckets]
+        if bounds != sorted(bounds) or (bounds and not self.difficulty_field and bounds[-1] < 1):
+            raise ValueError(
+                f"curriculum: buckets={self.buckets} must have rising bounds, of which the last holds the hardest "
+                "prompts: 1 without a difficulty_field; change --curriculum.buckets"
+            )
+        self._check_schedule()
+
+    def weigh_sources(self, train: str) -> dict[str, float]:
+        """Return the weight of each source of rows.
+
+        Args:
+            train: ``DataConfig.train``.
+        """
+        return ({train: 1.0} if train or not self.sources else {}) | self.sources
+
+    def _check_schedule(self) -> None:
+        if self.difficulty_field and not self.buckets:
+            raise ValueError(
+                f"curriculum: difficulty_field={self.difficulty_field!r} does nothing without buckets; set "
+                "--curriculum.buckets, such as 1 1 2 1 for difficulties up to 1 and up to 2 alike"
+            )
+        if self.advance_at and not self.difficulty_field:
+            raise ValueError(
+                f"curriculum: advance_at={self.advance_at} opens buckets of rows whose difficulty is known; set "
+                "--curriculum.difficulty-field and --curriculum.buckets"
+            )
+        if self.advance_at and not next(iter(self.buckets.values())):
+            raise ValueError(
+                "curriculum: the first of buckets has weight 0, and advance_at opens no other before it; give it one "
+                "in --curriculum.buckets"
+            )
 
 
 @dataclass(frozen=True)
@@ -113,7 +204,7 @@ class CheckpointConfig:
     keep_newest: Annotated[int, Ge(0)] = 3
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: bool = True
-    """Save at every new best result on the held-out rows, and keep the best checkpoint."""
+    """Save at every new best of validation.metric on the held-out rows, and keep the best checkpoint."""
 
     def __post_init__(self):
         check_types("checkpoint", self)

@@ -9,7 +9,7 @@ from engines.config import MegatronConfig
 from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
 from rlworker.config.model_checks import check_trainable
-from rlworker.config.run import TrainingConfig, check_slots, set_decay
+from rlworker.config.run import TrainingConfig, set_decay
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,17 @@ class SftConfig(TrainingConfig):
     """Longest answer in tokens, its end included. A longer one is an error that names its row, or is skipped with
     data.skip_long_prompts. A conversation may have data.max_prompt_tokens + max_answer_tokens."""
 
+    _heldout_ending = "_loss"
+
     def __post_init__(self):
         super().__post_init__()
-        check_slots(self.actor, self.longest)
+        if self.validation.samples:
+            raise ValueError(
+                f"config: validation.samples={self.validation.samples} samples answers to held-out prompts, and "
+                "supervised training has no rewards to score them by; leave --validation.samples out, or run an RL "
+                "recipe with --evaluate"
+            )
+        self.actor.check_longest(self.longest)
         if self.rows_per_step < self.actor.dp:
             raise ValueError(
                 f"config: rows_per_step={self.rows_per_step} cannot feed {self.actor.dp} data-parallel ranks; raise it"

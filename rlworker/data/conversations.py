@@ -11,6 +11,7 @@ from engines.models.vision_spec import VisionSpec
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_after
+from rlworker.data.formats import COMPLETION, check_type, find_format
 from rlworker.data.images import ImageReader
 from rlworker.data.messages import MARKER, VIDEO_MARKER, add_system, flatten_content, render_messages
 from rlworker.data.rows import check_chat, check_rows
@@ -23,12 +24,17 @@ FIELD, TOOLS = "messages", "tools"
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, the JSON schemas of the tools that its assistant may call, and where it stands."""
+    """The messages of a row, the JSON schemas of the tools that its assistant may call, and where it stands.
+
+    Attributes:
+        first: number of the first message that may be learned; those before it are the prompt of a completion.
+    """
 
     messages: tuple[dict, ...]
     tools: tuple[dict, ...]
     source: dict
     where: str
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,16 @@ class Piece:
 
 
 def has_conversations(path: str, data: DataConfig) -> bool:
-    """Tell by their first whether the rows at ``path`` are conversations: they have ``messages`` and no prompt, or
-    messages for a prompt and no answer."""
+    """Tell by their first whether the rows at ``path`` are conversations: they have ``messages`` and no prompt,
+    messages for a prompt and no answer, or messages for a completion."""
     source: dict = next((source for _, source in iterate_rows(path)), {})
     prompt, answer = source.get(data.prompt_field), source.get(data.answer_field)
-    return source.get(FIELD) is not None if prompt is None else isinstance(prompt, list) and answer is None
+    if prompt is None:
+        return source.get(FIELD) is not None
+    kind = find_format(source, data)
+    if kind == "trl":
+        return isinstance(source.get(COMPLETION), list)
+    return kind == "own" and isinstance(prompt, list) and answer is None
 
 
 def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]:
@@ -58,33 +69,54 @@ def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]
     Raises:
         ValueError: one is broken, by place, row and field.
     """
+    kind = None
     for where, source in iterate_rows(path):
-        field = data.prompt_field if source.get(data.prompt_field) is not None else FIELD
-        place, messages = f'{where}: field "{field}"', source.get(field)
-        if not isinstance(messages, list) or not messages:
+        kind = kind or find_format(source, data)
+        fields = [data.prompt_field if source.get(data.prompt_field) is not None else FIELD]
+        if kind == "trl":
+            check_type(where, source)
+            fields += [COMPLETION] if fields != [FIELD] else []
+        parts = [_read_messages(f'{where}: field "{field}"', source.get(field), data) for field in fields]
+        if not any(message["role"] == "assistant" for message in parts[-1]):
             raise ValueError(
-                f"{place} must be a list of messages, as in the first row, got {reprlib.repr(messages)}; keep rows of "
-                "prompt and answer in a file of their own"
+                f'{where}: field "{fields[-1]}" has no message of the assistant, so that nothing is learned; leave the '
+                "row out"
             )
-        check_chat(messages, place, data)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"{place} has no message of the assistant, so that nothing is learned; leave the row out")
         if not fits(list[dict[str, Any]], tools := source.get(TOOLS) or []):
             raise ValueError(f'{where}: field "{TOOLS}" must be a list of JSON schemas, got {reprlib.repr(tools)}')
-        yield Conversation(add_system(messages, data.system), tuple(tools), source, where)
+        messages = add_system([message for part in parts for message in part], data.system)
+        first = len(messages) - len(parts[-1]) if len(parts) > 1 else 0
+        yield Conversation(messages, tuple(tools), source, where, first)
+
+
+def _read_messages(place: str, messages: Any, data: DataConfig) -> list[dict]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f"{place} must be a list of messages, as in the first row, got {reprlib.repr(messages)}; keep rows of text "
+            "in a file of their own"
+        )
+    check_chat(messages, place, data)
+    return messages
 
 
 def check_examples(path: str, data: DataConfig) -> None:
     """Check the fields of every row, of conversations too; otherwise as ``check_rows``.
 
     Raises:
-        ValueError: there are no rows, or a row is broken; the message has place, row and field.
+        ValueError: there are no rows, a row is broken, or of TRL's has nothing to learn; the message has place, row and
+            field.
     """
     if has_conversations(path, data):
         for _ in iterate_conversations(path, data):
             pass
-    else:
-        check_rows(path, data)
+        return
+    check_rows(path, data)
+    for where, source in iterate_rows(path) if data.format == "trl" else ():
+        if source.get(COMPLETION) is None and source.get(data.answer_field) is None:
+            raise ValueError(
+                f'{where}: field "{COMPLETION}" is missing, the row has {", ".join(source)}; it is what supervised '
+                "training learns"
+            )
 
 
 def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequence[str]) -> list[list[Piece]]:
@@ -103,7 +135,7 @@ def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequenc
     messages, tools, written = conversation.messages, conversation.tools, None
     sequences: list[list[Piece]] = []
     for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or number < conversation.first:
             continue
         prompt = render_messages(messages[:number], tokenizer, tools)
         said, has_end = write_turn(messages[:number], message, tokenizer, ends, tools)

@@ -15,6 +15,7 @@ from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_prompts
+from rlworker.data.formats import iterate_formatted
 from rlworker.data.messages import (
     add_system,
     check_messages,
@@ -24,7 +25,7 @@ from rlworker.data.messages import (
     render_messages,
     set_template_arguments,
 )
-from rlworker.data.sources import find_base_folder, iterate_rows
+from rlworker.data.sources import find_base_folder
 from rlworker.data.turns import find_turn_end
 
 if TYPE_CHECKING:  # rows of text load nothing of images
@@ -240,7 +241,7 @@ def read_images(
 def _iterate_checked(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
     """Iterate over the rows, each after where it stands, its fields checked. Rows of a table count from 0, lines of a
     file from 1."""
-    rows = iterate_rows(path, data)
+    rows = iterate_formatted(path, data)
     empty = True
     for where, source in rows:
         _check_fields(where, source, data)

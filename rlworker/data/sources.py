@@ -8,8 +8,6 @@ from glob import glob, has_magic
 from itertools import takewhile
 from pathlib import Path
 
-from rlworker.config.sections import DataConfig
-
 _SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that datasets.save_to_disk wrote."""
 
@@ -26,13 +24,10 @@ def find_base_folder(path: str) -> Path:
     return Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0])
 
 
-def iterate_rows(path: str, data: DataConfig | None = None) -> Iterator[tuple[str, dict]]:
+def iterate_rows(path: str) -> Iterator[tuple[str, dict]]:
     """Iterate over the rows of a source as ``(place, row)``; ``DataConfig.train`` lists the kinds of sources.
 
     A place names the source and the row of a table, from 0, or the line of a file, from 1.
-
-    Args:
-        data: names the columns of prompts and answers that a table must have; None requires no column.
 
     Raises:
         ValueError: the source is missing or cannot be read.
@@ -44,7 +39,7 @@ def iterate_rows(path: str, data: DataConfig | None = None) -> Iterator[tuple[st
         return
     from rlworker.data.tables import iterate_tables  # rows of JSONL load nothing of it
 
-    yield from iterate_tables(path, list_files(path), data)
+    yield from iterate_tables(path, list_files(path))
 
 
 def _read_lines(path: str) -> Iterator[tuple[str, dict]]:

@@ -7,47 +7,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlworker.config.sections import DataConfig
-
 _BATCH = 100
 """Rows of a table that become Python values at once; they may hold images."""
 
 _CHAT_KEYS = {"role", "function"}
 """A message has the one, a tool's schema the other."""
 
-Table = tuple[list[str], Iterator[dict]]
-"""Names of a table's columns, and its rows."""
 
-
-def iterate_tables(path: str, shards: Sequence[str], data: DataConfig | None) -> Iterator[tuple[str, dict]]:
+def iterate_tables(path: str, shards: Sequence[str]) -> Iterator[tuple[str, dict]]:
     """Iterate over the rows of a table as ``iterate_rows`` does.
 
     Args:
         shards: its parquet files; a data set of the hub, or a saved one, has none.
 
     Raises:
-        ValueError: a table cannot be read, or lacks a column that ``data`` names.
+        ValueError: a table cannot be read.
     """
     if path.startswith("hf:"):
         tables = [(path, _read_hub)]
     else:
         tables = [(shard, _read_parquet) for shard in shards] or [(path, _read_saved)]
     for name, read in tables:
-        yield from _number_rows(name, read(name), data)
+        yield from _number_rows(name, read(name))
 
 
-def _number_rows(path: str, table: Table, data: DataConfig | None) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows of a table, each after its place; the columns that ``data`` names must be there.
+def _number_rows(path: str, rows: Iterator[dict]) -> Iterator[tuple[str, dict]]:
+    """Iterate over the rows of a table, each after its place.
 
     Messages and tools come as JSON has them: a table gives each the keys of all, null where there are none.
     """
-    columns, rows = table
-    names = (("prompt-field", data.prompt_field), ("answer-field", data.answer_field)) if data else ()
-    for option, name in names:
-        if name not in columns:
-            raise ValueError(
-                f'data: {path}: no column "{name}", there are {", ".join(columns)}; name one with --data.{option}'
-            )
     for number, row in enumerate(rows):
         plain = {name: _drop_nulls(value) if _is_chat(value) else value for name, value in row.items()}
         yield f"data: {path}, row {number} (from 0)", plain
@@ -68,7 +56,7 @@ def _drop_nulls(value: Any) -> Any:
     return value
 
 
-def _read_parquet(path: str) -> Table:
+def _read_parquet(path: str) -> Iterator[dict]:
     """Iterate over the rows of a parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -88,10 +76,10 @@ def _read_parquet(path: str) -> Table:
 
     with readable():
         file = parquet.ParquetFile(path)
-    return file.schema_arrow.names, rows()
+    return rows()
 
 
-def _read_saved(path: str) -> Table:
+def _read_saved(path: str) -> Iterator[dict]:
     """Iterate over ``FOLDER`` or ``FOLDER:SPLIT``, as ``save_to_disk`` of a Dataset or a DatasetDict wrote it."""
     folder, split = (path, "") if Path(path).is_dir() else path.rpartition(":")[::2]
     if not Path(folder).is_dir() or not folder:
@@ -115,7 +103,7 @@ def _read_saved(path: str) -> Table:
     return _read_dataset(path, partial(load_from_disk, str(Path(folder, split))), "a folder of datasets.save_to_disk")
 
 
-def _read_hub(path: str) -> Table:
+def _read_hub(path: str) -> Iterator[dict]:
     """Iterate over ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``."""
     form = "hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
     name, _, split = path.removeprefix("hf:").partition(":")
@@ -127,7 +115,7 @@ def _read_hub(path: str) -> Table:
     return _read_dataset(path, partial(load_dataset, f"{owner}/{rest[0]}", *rest[1:], split=split), form)
 
 
-def _read_dataset(path: str, load: Callable, expected: str) -> Table:
+def _read_dataset(path: str, load: Callable, expected: str) -> Iterator[dict]:
     """Iterate over the Dataset that ``load`` loads: plain Python values, images and sounds as their bytes."""
     from datasets import Features
 
@@ -137,7 +125,7 @@ def _read_dataset(path: str, load: Callable, expected: str) -> Table:
         raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
     features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_skip_decoding))
     batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # overrides the format that its owner set
-    return dataset.column_names, (features.decode_example(row) for batch in batches for row in batch.to_pylist())
+    return (features.decode_example(row) for batch in batches for row in batch.to_pylist())
 
 
 def _skip_decoding(feature: dict) -> dict:

@@ -55,6 +55,7 @@ class Episode:
         row: the question. turns: samples so far. forks: sequences begun where context was rewritten.
         sequences: the segments of each sequence; every fork begins another.
         rewards: turn (``CONTEXT`` before the first) and value of each reward.
+        answer: the answer that was found, as text; an environment that sets it lets answers be voted on (maj@k).
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Episode:
             check_tool_parser(tool_parser)
             check_tools(self.tools)
         self.turns = self.forks = 0
+        self.answer = ""
         self.rewards: list[tuple[int, float]] = []
         self.sequences: list[list[Segment]] = []
         self._length = 0

@@ -63,6 +63,7 @@ class Trajectory:
         failure: kind, and a message with turn and line; None where the environment returned well.
         forks: times that context was rewritten.
         tool_calls, tool_failures: tools that it called, and those of them that returned nothing.
+        answer: as ``Episode`` has it.
     """
 
     row: Row
@@ -72,6 +73,7 @@ class Trajectory:
     forks: int = 0
     tool_calls: int = 0
     tool_failures: int = 0
+    answer: str = ""
 
     @property
     def reward(self) -> float:

@@ -20,6 +20,8 @@ from rlworker.environments.user_code import is_async, name_function, strip_parti
 RewardFn = Callable[[str, Row], float | Awaitable[float]]
 BatchRewardFn = Callable[[list[str], list[Row]], Sequence[float]]
 Scorer = RewardFn | BatchRewardFn
+AnswerFn = Callable[[str, Row], str]
+"""``answer(text, row)`` finds the answer in a text, by which answers are voted on; empty where there is none."""
 Environment = Callable[[Policy, Row], Awaitable[Episode]]
 """``async def environment(policy, row) -> Episode``."""
 
@@ -66,6 +68,9 @@ class GroupCall:
 class OneTurn:
     """The environment of a scorer: one sample of the row's prompt, and the scorer's number as its reward.
 
+    Args:
+        answer: finds the answer in the sample's text, after it was scored.
+
     Attributes:
         samples_first: its first sample continues the row's prompt, so that the driver asks for it before a process
             begins the episode. scores_groups: one call scores all samples of a prompt, which fail together.
@@ -74,8 +79,9 @@ class OneTurn:
 
     samples_first = True
 
-    def __init__(self, scorer: Scorer):
+    def __init__(self, scorer: Scorer, answer: AnswerFn | None = None):
         self.scorer = self.__wrapped__ = scorer
+        self.answer = answer
         self.__qualname__ = name_function(scorer)
         self.scores_groups, self.is_immediate = is_batch(scorer), not is_async(scorer)
 
@@ -92,17 +98,24 @@ class OneTurn:
             episode.reward(value)
         except RewardError as error:
             raise RewardError(error.kind, f"returned {reprlib.repr(value)}") from None
+        if self.answer:
+            episode.answer = self.answer(text, row)
         return episode
 
 
-def one_turn(scorer: Scorer) -> Environment:
+def one_turn(scorer: Scorer, answer: AnswerFn | None = None) -> Environment:
     """Make the environment of a scorer: one sample, and ``scorer(text, row)`` as its reward.
 
+    Args:
+        answer: ``answer(text, row)`` finds the answer in the sample's text; with it, validation votes on answers.
+
     Raises:
-        ValueError: it cannot be a scorer.
+        ValueError: one of them cannot be called so.
     """
     check_reward(scorer)
-    return OneTurn(scorer)
+    if answer:
+        check_arguments(answer, "answer(text, row)")
+    return OneTurn(scorer, answer)
 
 
 def make_environment(function: Environment | Scorer) -> Environment:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +18,15 @@ from rlworker.data.rows import Row, pick_rows
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG
 from rlworker.errors import NothingScored, RunError
+from rlworker.rollouts.curriculum import Curriculum
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory, score_groups, summarise_groups
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
 from rlworker.tracking.log import StepClock
 
-TRAINING, CANARY, STREAM = range(3)
-"""Uses that completions are drawn for; each has random numbers of its own."""
+TRAINING, CANARY, STREAM, VALIDATION = range(4)
+"""Uses that completions are drawn for; each has random numbers of its own. Held-out sets have ``VALIDATION`` and the
+numbers after it."""
 _NEWEST_SHARE = 0.2
 """Share of a rollout in the running mean of the completions' lengths."""
 
@@ -36,6 +39,7 @@ class RolloutManager:
         loop: runs the episodes.
         phase: ``phase(clock, name)``, the context in which a part of a step runs.
         warn: what to do with a line about episodes that failed.
+        curriculum: picks the prompts; without one they follow in an order that is shuffled anew in every epoch.
 
     Attributes:
         rollouts_done: of training. completion_tokens: running mean of the completions' lengths, which says how long the
@@ -51,9 +55,11 @@ class RolloutManager:
         loop: RolloutLoop,
         phase: Callable,
         warn: Callable[[str], None],
+        curriculum: Curriculum | None = None,
     ):
         self.config, self.codec, self.rows = config, codec, rows
         self.rollouts, self.loop, self.phase, self.warn = rollouts, loop, phase, warn
+        self.curriculum = curriculum
         self._begun, self._engines_idle_s = deque[RolloutBatch](), 0.0
         self.rollouts_done = 0
         self._since, self._prompts_before = 0, 0
@@ -70,12 +76,15 @@ class RolloutManager:
             NothingScored: every episode failed.
         """
         config, further = self.config, self.config.algorithm.parts.dynamic_sampling
-        kept_groups, zero_variance, first = [], [], self.rollouts_done
+        kept_groups, zero_variance, first, rewards = [], [], self.rollouts_done, []
+        if self.curriculum:
+            self.curriculum.forget_before(first)
         environment_s = self.loop.environment_seconds
         for _ in range(1 + further):
             groups = self._draw_next(partial(self.phase, clock))
             self.rollouts_done += 1
             self._note_samples(groups, version)
+            rewards.append([group.rewards for group in groups])
             for group in groups:
                 (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
             if len(kept_groups) >= config.prompts_per_step:
@@ -86,6 +95,10 @@ class RolloutManager:
             self.rollouts_done = first  # a run that goes on is asked the same once more
             raise NothingScored(_explain_failures(scores))
         metrics = summarise_groups(drawn_groups) | scores.count_failures("episode")
+        if self.curriculum:
+            for draw, of_draw in enumerate(rewards, first):
+                self.curriculum.note(draw, of_draw)
+            metrics |= self.curriculum.measure()
         if not config.rollout.staleness:
             metrics["time_environment"] = self.loop.environment_seconds - environment_s
         groups = kept_groups[: config.prompts_per_step]
@@ -95,6 +108,12 @@ class RolloutManager:
         """Find the rewards of an episode of most likely samples for each row."""
         groups = self._draw(rows, replace(self.make_sampling(1), temperature=0.0), lambda _: nullcontext())
         return score_groups(groups, self.codec)
+
+    def draw_heldout(self, place: int, rows: list[Row], count: int, temperature: float) -> list[TrajectoryGroup]:
+        """Draw ``count`` episodes of each row of the held-out set number ``place``; at temperature 0 of most likely
+        samples."""
+        sampling = replace(self.make_sampling(count, VALIDATION + place), temperature=temperature)
+        return self._draw(rows, sampling, lambda _: nullcontext())
 
     def run_ahead(self, most: int) -> None:
         """Begin draws that the weights of now may sample: one, and as many as tokens may be updates older.
@@ -111,17 +130,27 @@ class RolloutManager:
         """Prompts of all rollouts of training, which may have had different numbers of them."""
         return self._count_prompts(self.rollouts_done)
 
-    def go_on(self, rollouts_done: int, completion_tokens: float, prompts_done: int | None) -> None:
+    def go_on(
+        self, rollouts_done: int, completion_tokens: float, prompts_done: int | None, curriculum: dict | None = None
+    ) -> None:
         """Go on after so many rollouts; what was being drawn is forgotten, to be drawn again.
 
         Args:
-            prompts_done: None where every rollout had as many as those to come.
+            prompts_done: None where every rollout had as many as those to come. curriculum: its state.
         """
+        if self.curriculum:
+            self.curriculum.restore(curriculum)
         self.rollouts_done, self.completion_tokens = rollouts_done, completion_tokens
         alike = rollouts_done * self.config.prompts_per_step
         self._since, self._prompts_before = rollouts_done, alike if prompts_done is None else prompts_done
         self._begun.clear()
         self.loop.forget((self.config.seed, rollouts_done, STREAM))
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state that decides which prompts come next, and how long their completions are expected to be."""
+        state = {"rollouts": self.rollouts_done, "prompts": self.prompts_done}
+        state |= {"curriculum": self.curriculum.get_state()} if self.curriculum else {}
+        return state | {"completion_tokens": self.completion_tokens}
 
     def measure_ahead(self, batch: TrainBatch, version: int) -> dict[str, float]:
         """Measure how far rollouts run ahead: ages of a step's tokens in updates, how long trainers and engines had
@@ -164,6 +193,8 @@ class RolloutManager:
 
     def _pick_numbers(self, draw: int) -> list[int]:
         config = self.config
+        if self.curriculum:
+            return self.curriculum.pick(draw, config.prompts_per_step)
         return pick_rows(range(len(self.rows)), config.prompts_per_step, self._count_prompts(draw), config.seed)
 
     def _count_prompts(self, draw: int) -> int:
@@ -206,6 +237,20 @@ class RolloutManager:
         if count := sum(map(len, lengths)):
             mean = int(sum(each.sum() for each in lengths)) / count
             self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)
+
+
+def explain_empty_steps(step: int, count: int, reward: float) -> str:
+    """Say why there is no use in going on after step ``step``, the last of ``count`` without a group to learn from.
+
+    Args:
+        reward: their mean.
+    """
+    return (
+        f"step {step}: in {count} steps in a row no group had two different rewards (their mean is {reward:.3g}) and a "
+        "sample, so that nothing was learned. Where all are wrong, take easier prompts or a reward that tells wrong "
+        "from worse; where all are right, harder ones; or raise --samples-per-prompt or --algorithm.dynamic-sampling. "
+        "Episodes that fail are reported above"
+    )
 
 
 def _explain_failures(scores: Scores) -> str:

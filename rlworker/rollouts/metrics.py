@@ -89,20 +89,34 @@ def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     lengths = np.concatenate([group.completions.lengths for group in groups])
     finished = np.concatenate([group.completions.finished for group in groups])
     rewards = torch.tensor([group.rewards for group in groups])
-    samples = rewards.numel()
+    samples, zero_variance = rewards.numel(), sum(group.has_zero_variance for group in groups)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "groups": len(groups),
-        "zero_variance_groups": sum(group.has_zero_variance for group in groups),
+        "zero_variance_groups": zero_variance,
+        "zero_variance_share": zero_variance / len(groups),
         "completion_tokens": int(lengths.sum()) / samples,
         "truncated": int((~finished).sum()) / max(len(finished), 1),
         "samples": samples,
-    } | _summarise_turns([trajectory for group in groups for trajectory in group.trajectories])
+    } | _summarise_episodes(trajectories, lengths)
 
 
-def _summarise_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Average counts over trajectories."""
+def _summarise_episodes(trajectories: Sequence[Trajectory], lengths: np.ndarray) -> dict[str, float]:
+    """Average counts over trajectories, and find quantiles of the tokens that each sampled.
+
+    Args:
+        lengths: of all samples, in the order of the trajectories.
+    """
+    owners = np.repeat(np.arange(len(trajectories)), [one.turns for one in trajectories])
+    sampled = np.bincount(owners, lengths, len(trajectories))
+    quantiles = {
+        "completion_tokens_p10": float(np.quantile(sampled, 0.1)),
+        "completion_tokens_p50": float(np.quantile(sampled, 0.5)),
+        "completion_tokens_p90": float(np.quantile(sampled, 0.9)),
+        "completion_tokens_max": int(sampled.max()),
+    }
     names: dict[str, Callable[[Trajectory], int]] = {
         "turns": lambda one: one.turns,
         "forks": lambda one: one.forks,
@@ -111,7 +125,7 @@ def _summarise_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "observed_tokens": lambda one: one.observed_tokens,
     }
     counts = {name: sum(map(count, trajectories)) for name, count in names.items()}
-    return {name: total / len(trajectories) for name, total in counts.items()}
+    return quantiles | {name: total / len(trajectories) for name, total in counts.items()}
 
 
 def describe_trajectory(trajectory: Trajectory, codec: Codec) -> dict:

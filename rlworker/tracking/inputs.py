@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ class Inputs:
     """The inputs of a run: models, rows, images. Their digests are in ``inputs.json`` of the run folder.
 
     Attributes:
-        model_folders, image_folders: of the models and of the rows' images, as far as they are held.
+        models: by role. model_folders, image_folders: of the models and of the rows' images. All as far as they are
+            held.
     """
 
     def __init__(self, folder: Path):
         self._folder, self._held = folder, Digests()
+        self.models: dict[str, ModelSpec] = {}
         self.model_folders: set[str] = set()
         self.image_folders: set[str] = set()
 
@@ -43,19 +45,29 @@ class Inputs:
             self._held[_HUB] = commits | {name: commit}
         return folder
 
-    def hold(self, data: DataConfig, models: Mapping[str, ModelSpec] | None = None, rows: Sequence[Any] = ()) -> None:
+    def hold(
+        self,
+        data: DataConfig,
+        models: Mapping[str, ModelSpec] | None = None,
+        rows: Sequence[Any] = (),
+        sources: Iterable[str] = (),
+    ) -> None:
         """Compare inputs with those that the run began with, or record them for a new run.
 
         Args:
             data: names the rows; they are read unless they are recorded already.
             models: models by role. rows: rows as they were read, with their images.
+            sources: of the rows to train on, where they are several.
 
         Raises:
             ValueError: the run in the folder began with other inputs; the message names them.
         """
-        self.model_folders |= {model.folder for model in (models or {}).values()}
+        self.models |= models or {}
+        self.model_folders |= {model.folder for model in self.models.values()}
         self.image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
         paths = {"data.train": data.train, "data.heldout": data.heldout}
+        paths |= {f"curriculum.sources {path}": path for path in sources if path != data.train}
+        paths |= {f"data.heldout_sets {name}": path for name, path in data.heldout_sets.items()}
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
         found |= _digest_models(models or {}) | _digest_images(rows)
         if changes := list(_list_changes(self._read(), found)):
@@ -71,6 +83,16 @@ class Inputs:
         lacks = (self._folder / "config.json").exists() and not (self._folder / INPUTS).exists()
         write_whole(self._folder / INPUTS, json.dumps(self._read() | self._held, indent=1) + "\n")
         return f"; NOTE it had no {INPUTS}, so that other data or models would not be noticed" if lacks else ""
+
+    def describe_models(self) -> dict[str, str]:
+        """Describe each model that is held: role -> "hf:ORG/NAME at 0123abc, qwen2, 24 layers, 494,032,768 weights"."""
+        texts = {}
+        for role, model in self.models.items():
+            name, commit = name_snapshot(model.folder)
+            name = f"{name} at {commit[:7]}" if name else os.path.basename(model.folder)
+            sizes = f"{model.layers} layers, {model.count_weights():,} weights"
+            texts[role] = f"{name}, {model.model_type}, {sizes}"
+        return texts
 
     def _read(self) -> Digests:
         """Read the digests that the run in the folder began with; none where there is no run, or it has none."""

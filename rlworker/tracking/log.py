@@ -3,37 +3,54 @@
 import json
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
 
-from rlworker.tracking.step_lines import METRICS, PROMPTS
+from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS
 from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
+HELDOUT = "heldout"
+"""Label of the held-out rows' score on a step's line, and beginning of the names of all their metrics."""
 RL_LINE = (
     ("reward", "reward", "6.3f"),
-    ("heldout", "heldout", "6.3f"),
-    ("|dlogp|", "logprob_diff_mean", "8.1e"),
-    ("entropy", "entropy", "6.3f"),
+    ("spread", "reward_std", "5.3f"),
+    (HELDOUT, "heldout", "6.3f"),
+    ("|dlogp|", "logprob_diff_mean", "7.1e"),
+    ("kl", "kl", "7.1e"),
+    ("policy-kl", "policy_kl", "7.1e"),
+    ("entropy", "entropy", "5.3f"),
     ("clip", "clip_fraction", "5.3f"),
+    ("ratio", "ratio_max", "5.2f"),
     ("gnorm", "grad_norm", "6.3f"),
-    ("zerovar", "zero_variance_groups", "4.0f"),
+    ("lr", "lr", "7.1e"),
+    ("zerovar", "zero_variance_share", "4.0%"),
+    ("trunc", "truncated", "4.0%"),
     ("len", "completion_tokens", "5.1f"),
-    ("tok/s", "tokens_per_second", "6.0f"),
+    ("tok/s", "tokens_per_second", "5.0f"),
+    ("flop/s", "flops_per_second", "7.1e"),
+    ("GB", "memory_gb", "4.1f"),
     ("s", "time_step", "5.2f"),
 )
-"""Fields of a step's line: label, metric, format. A metric that a step lacks leaves its place blank."""
+"""Fields of a step's line: label, metric, format. A metric that no step has had so far has no place; one that a step
+lacks leaves its place blank."""
 SUPERVISED_LINE = (
     ("loss", "train_loss", "6.3f"),
-    ("heldout", "heldout_loss", "6.3f"),
+    (HELDOUT, "heldout_loss", "6.3f"),
     ("gnorm", "grad_norm", "6.3f"),
-    ("lr", "lr", "8.1e"),
-    ("tok/s", "tokens_per_second", "6.0f"),
+    ("lr", "lr", "7.1e"),
+    ("tok/s", "tokens_per_second", "5.0f"),
+    ("flop/s", "flops_per_second", "7.1e"),
+    ("GB", "memory_gb", "4.1f"),
     ("s", "time_step", "5.2f"),
 )
 """The same of supervised training."""
+_ONE_NUMBER = 4
+"""Entries of a line of a validation's table that has one number: set, source, rows and that."""
 _RECENT = 50
 """Number of last steps from which the remaining time is estimated; they should include an evaluation or two."""
 
@@ -66,15 +83,25 @@ class RunLog:
     Args:
         steps: steps of the whole run. first_step: steps done so far.
         trackers: open trackers, which are closed with the log. line: columns of a step's line on the terminal.
+        draw: draws the run of a folder; called after each line with an evaluation.
     """
 
-    def __init__(self, folder: Path, steps: int, first_step: int, trackers: Trackers, line: tuple = RL_LINE):
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        first_step: int,
+        trackers: Trackers,
+        line: Sequence = RL_LINE,
+        draw: Callable[[Path], object] | None = None,
+    ):
         self._path, self._prompts = folder / METRICS, folder / PROMPTS
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._folder = folder
         self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
         self._steps = steps
-        self._trackers, self._line = trackers, line
+        self._trackers, self._line, self._draw = trackers, line, draw
+        self._had: set[str] = set()  # metrics
         self._told: deque[tuple[float, int]] = deque(maxlen=_RECENT + 1)  # when which step was told
         self._tracked = first_step - 1  # the last step that trackers have
 
@@ -94,16 +121,30 @@ class RunLog:
         if step > self._tracked:
             self._trackers.step(step, metrics)
             self._tracked = step
-        fields = (f"{label} {format(metrics[key], form) if key in metrics else ''}" for label, key, form in self._line)
+        self._had |= metrics.keys()
+        columns = (column for column in self._line if column[1] in self._had)
+        fields = (f"{label} {_format_number(metrics.get(key), form)}" for label, key, form in columns)
         time_left = self._estimate_left(step, metrics.get("time_step"))
         LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {time_left}")
         self._bar.n = step
         self._bar.refresh()
+        if self._draw and "time_evaluate" in metrics:
+            try:
+                self._draw(self._folder)
+            except Exception as error:  # the run is worth more than its page
+                LOGGER.warning(f"report: it could not be drawn, and the run goes on: {type(error).__name__}: {error}")
 
     def prompts(self, step: int, first: int, rows: list[int]) -> None:
         """Record the rows of a step in order, and the number of its first rollout."""
         with open(self._prompts, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "first_rollout": first, "rows": rows}) + "\n")
+
+    def validation(self, step: int, table: list[dict]) -> None:
+        """Record the table of a validation after a step, and show it where it has more than one number."""
+        with open(self._folder / VALIDATIONS, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "table": table}) + "\n")
+        if len(table) > 1 or len(table[0]) > _ONE_NUMBER:
+            LOGGER.info(format_table(table))
 
     def rollouts(self, step: int, rows: list[dict]) -> None:
         """Keep some samples of a step."""
@@ -130,6 +171,28 @@ class RunLog:
         self._bar.close()
         self._metrics.close()
         self._trackers.close()
+
+
+def _format_number(number: float | None, form: str) -> str:
+    """Format a number, or as many blanks where there is none."""
+    return " " * int(form.partition(".")[0]) if number is None else format(number, form)
+
+
+def make_cells(table: list[dict]) -> list[list[str]]:
+    """Spell the cells of a validation's table: its titles, and a line for each held-out set and each of its sources."""
+    table = [line | {"set": line["set"] or HELDOUT} for line in table]
+    keys = [key for key in dict.fromkeys(chain(*table)) if any(line.get(key, "") != "" for line in table)]
+    values = [[line.get(key, "") for key in keys] for line in table]
+    cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in line] for line in values]
+    return [[key.replace("_at_", "@") for key in keys], *cells]
+
+
+def format_table(table: list[dict]) -> str:
+    """Format the table of a validation for the terminal."""
+    cells = make_cells(table)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def name_samples(folder: Path, step: int) -> Path:

@@ -30,7 +30,7 @@ from rlworker.tracking.digests import (
 )
 from rlworker.tracking.inputs import Inputs
 from rlworker.tracking.provenance import collect_provenance
-from rlworker.tracking.step_lines import METRICS, PROMPTS, keep_steps, write_whole
+from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS, keep_steps, write_whole
 
 if TYPE_CHECKING:
     from rlworker.config.changes import Changes
@@ -56,8 +56,9 @@ class Score:
 
 
 class RunFolder:
-    """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl, outages.jsonl,
-    environment.log, rollouts/, profile/, checkpoints/, report.html."""
+    """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl,
+    validation.jsonl, outages.jsonl, environment.log, rollouts/, profile/, checkpoints/, report.html and the library
+    that draws it."""
 
     def __init__(self, path: str):
         self.given = path
@@ -159,10 +160,10 @@ class RunFolder:
             raise RunError(self._explain_damage(newest, damage))
         self._clear_leftovers()
         state: dict[str, Any] | None = _read_state(newest) | {"folder": str(newest)} if newest else None
-        files = [self.path / name for name in (METRICS, PROMPTS)]
+        files = [self.path / name for name in (METRICS, PROMPTS, VALIDATIONS)]
         if state:
             text = f"run: goes on from step {state['step']} ({Path(state['folder']).relative_to(self.path)})"
-            cut, _ = (keep_steps(path, state["step"]) for path in files)
+            cut, *_ = (keep_steps(path, state["step"]) for path in files)
             text += f"; {cut} lines of {METRICS} are of later steps, which come again" if cut else ""
         else:
             text = f"run: begins again at step 0, since {self.path} has no checkpoint"
@@ -181,11 +182,12 @@ class RunFolder:
         write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
     def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
-        """Add a line to starts.jsonl: the ``step`` from which this program goes on, its provenance, the settings that
-        differ from the previous program's, and measurements of its model."""
+        """Add a line to starts.jsonl: the ``step`` from which this program goes on, its provenance and models, the
+        settings that differ from the previous program's, and measurements of its model."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
+        start |= {"models": models} if (models := self.inputs.describe_models()) else {}
         start |= {"changed": self._changes} if self._changes else {}
         start |= {FLOOR: state[FLOOR]} if state and state.get(FLOOR) else {}
         write_whole(path, before + json.dumps(start) + "\n")

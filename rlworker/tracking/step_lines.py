@@ -9,6 +9,9 @@ METRICS = "metrics.jsonl"
 PROMPTS = "prompts.jsonl"
 """File with the prompts of each step: the number of its first rollout, and the numbers of its rows in order."""
 
+VALIDATIONS = "validation.jsonl"
+"""File with the tables of each validation by held-out set and source."""
+
 
 def keep_steps(path: Path, last: int) -> int:
     """Keep the lines of a file up to step ``last``, if it exists; returns the number of removed lines."""

@@ -40,8 +40,10 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
         parts: further arguments of ``Trainer``: ``advantage``, ``loss``, ``aggregation`` and ``trackers``.
 
     Returns:
-        the metrics of the last step.
+        the metrics of the last step, or with ``config.evaluate`` of the evaluation.
     """
+    if config.evaluate:
+        return launch_evaluation(config, environment)
     with graceful_stop() as stop, ExitStack() as running:
         try:
             environment = make_environment(environment)
@@ -64,6 +66,19 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             sys.exit(f"error: {error}")
         with trainer:
             return trainer.fit()
+
+
+def launch_evaluation(config: RunConfig, environment: Environment | Scorer) -> dict[str, float]:
+    """Check everything, start the rollout engines and evaluate the model on the held-out rows: its metrics."""
+    with graceful_stop():
+        try:
+            with pausing_collection():
+                from rlworker.validation.program import Evaluation
+
+                evaluation = Evaluation(config, environment)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        return evaluation.run()
 
 
 def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
@@ -100,13 +115,15 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     read_ends(models["actor"].folder, models["actor"].vocab)
     _warn_of_memory(config, models)
     check_trackers(config.trackers)
-    check = check_rows
-    if not isinstance(config, RunConfig):
+    config.choose_metric()  # refused here where it cannot be
+    check, sources = check_rows, [config.data.train]
+    if isinstance(config, RunConfig):
+        sources = list(config.curriculum.weigh_sources(config.data.train))
+    else:
         from rlworker.data.conversations import check_examples as check
-    check(config.data.train, config.data)
-    if config.data.heldout:
-        check(config.data.heldout, config.data)
-    folder.inputs.hold(config.data)
+    for path in (*sources, *config.data.heldouts.values()):
+        check(path, config.data)
+    folder.inputs.hold(config.data, sources=sources)
     folder.claim(config)
     return folder
 

@@ -22,12 +22,13 @@ from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
-from rlworker.data.rows import Rows, check_vocabulary, list_stop_tokens, load_tokenizer, read_rows
-from rlworker.environments.codec import Codec
+from rlworker.data.rows import check_vocabulary, read_rows
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
-from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.curriculum import read_sources
+from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
+from rlworker.rollouts.running import make_codec, running_loop, set_limits
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock
@@ -38,9 +39,10 @@ from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits
 from rlworker.trainers.canary import Canary
 from rlworker.trainers.run import Run
-from rlworker.trainers.run_processes import list_groups, running_loop, set_limits
+from rlworker.trainers.run_processes import list_groups
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
+from rlworker.validation.validate import validate
 
 MAX_EMPTY_STEPS = 10
 """Steps in a row without a group to learn from, at which a run ends."""
@@ -63,7 +65,6 @@ class Trainer(Run[RunConfig]):
     """
 
     line = RL_LINE
-    score = Score("heldout", +1)
     floor: float | None = None  # the mean |rollout - trainer logprob| of the starting weights, where limits need it
 
     def __init__(
@@ -78,24 +79,25 @@ class Trainer(Run[RunConfig]):
         stop: Stop | None = None,
         trackers: Sequence[Tracker] = (),
     ):
+        config.check_trains()
         super().__init__(config, folder, stop, trackers)
+        self.score = Score(config.choose_metric(), +1)
         self.environment = make_environment(environment)
         pickle_environment(self.environment)  # refused here where it cannot be sent
         self.models = config.check_models(self.folder.inputs.find_model)
         actor = self.models["actor"]
-        self.tokenizer = load_tokenizer(actor.folder, config.data.chat_template_args)
-        ends = () if config.rollout.ignore_eos else list_stop_tokens(actor.folder, self.tokenizer, actor.vocab)
-        image_reader = self.build_image_reader(actor, config.image_memory_mb)
-        self.codec = Codec(self.tokenizer, ends, image_reader, config.data, actor.vocab, config.rollout.stop)
-        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=image_reader)
-        train = read(config.data.train)
-        heldout = read(config.data.heldout) if config.data.heldout else Rows([], skipped=0)
-        self.rows, self.heldout = train.rows, heldout.rows
-        every = [*self.rows, *self.heldout]
-        self.folder.inputs.hold(config.data, self.models, every)
+        self.codec = make_codec(config, actor)
+        self.tokenizer, sets = self.codec.tokenizer, config.data.heldouts
+        read = partial(read_rows, tokenizer=self.tokenizer, data=config.data, image_reader=self.codec.image_reader)
+        train, self.curriculum = read_sources(config, read)
+        heldout = [read(path) for path in sets.values()]
+        self.rows, self.heldout = train.rows, dict(zip(sets, (each.rows for each in heldout), strict=True))
+        held_out = [row for rows in self.heldout.values() for row in rows]
+        every = [*self.rows, *held_out]
+        self.folder.inputs.hold(config.data, self.models, every, config.curriculum.weigh_sources(config.data.train))
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
-        self.skipped = {"skipped_train": train.skipped, "skipped_heldout": heldout.skipped}
-        log_start(f"rows are read: {len(self.rows)} to train on, {len(self.heldout)} held out")
+        self.skipped = {"skipped_train": train.skipped, "skipped_heldout": sum(each.skipped for each in heldout)}
+        log_start(f"rows are read: {len(self.rows)} to train on, {len(held_out)} held out")
         self.objective = make_objective(config, advantage, loss, aggregation)
         self.version = self.empty_steps = 0
         self.synced = SyncedWeights(config.rollout.dtype)
@@ -135,7 +137,8 @@ class Trainer(Run[RunConfig]):
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
             loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
-        self.manager = RolloutManager(config, self.codec, self.rows, self.rollouts, loop, self._phase, self._warn)
+        parts = self.codec, self.rows, self.rollouts, loop, self._phase, self._warn, self.curriculum
+        self.manager = RolloutManager(config, *parts)
         if config.takes_floor:
             with self._phase(clock, "floor"):  # while all have the folder's weights: later ones could be stale
                 self.floor = self.canary.measure_floor()
@@ -190,6 +193,8 @@ class Trainer(Run[RunConfig]):
         self.manager.run_ahead(self.config.steps - self.steps_done)
         with self._phase(clock, "canary"):
             self.check_canary()
+            metrics |= step_metrics.measure_memory(self.processes)
+        metrics |= step_metrics.measure_flops(self.models, batch, metrics, clock.seconds["time_update"])
         metrics["logprob_diff_limit"] = self.config.find_logprob_limits(self.floor)[0]
         metrics |= step_metrics.measure_batch(batch) | self.manager.measure_ahead(batch, version)
         if approximate := self.config.rollout.attention_override:
@@ -200,24 +205,20 @@ class Trainer(Run[RunConfig]):
         """Count a step that is left without a group, so that there is nothing to learn from: its metrics."""
         self.empty_steps += 1
         if self.empty_steps == MAX_EMPTY_STEPS:
-            raise RunError(
-                f"step {self.steps_done + 1}: in {MAX_EMPTY_STEPS} steps in a row no group had two different rewards "
-                f"(their mean is {metrics['reward']:.3g}) and a sample, so that nothing was learned. Where all are "
-                "wrong, take easier prompts or a reward that tells wrong from worse; where all are right, harder ones; "
-                "or raise --samples-per-prompt or --algorithm.dynamic-sampling. Episodes that fail are reported above"
-            )
+            raise RunError(explain_empty_steps(self.steps_done + 1, MAX_EMPTY_STEPS, metrics["reward"]))
         self._warn("no group has two different rewards and a sample: the next step learns nothing")
         self.steps_done += 1
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward of greedy completions of the held-out rows; empty without held-out rows."""
+        """Mean rewards of greedy answers to each held-out set, and estimates from samples; empty without sets."""
         if not self.heldout:
             return {}
         clock = StepClock()
         with self._phase(clock, "evaluate"):
-            scores = self.manager.score_greedy(self.heldout)
-        return {"heldout": sum(scores.values) / len(scores.values)} | scores.count_failures("heldout") | clock.seconds
+            validation = validate(self.manager, self.heldout)
+        self.log.validation(self.steps_done, validation.table)
+        return validation.metrics | clock.seconds
 
     # -- parts of a step
 
@@ -329,12 +330,12 @@ class Trainer(Run[RunConfig]):
     # -- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        manager, own = self.manager, {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
-        state = {"rollouts": manager.rollouts_done, "prompts": manager.prompts_done}
-        return own | state | {"completion_tokens": manager.completion_tokens}
+        own = {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
+        return own | self.manager.get_state()
 
     def restore(self, state: dict) -> None:
-        self.manager.go_on(state["rollouts"], state["completion_tokens"], state["prompts"])
+        done = state["rollouts"], state["completion_tokens"], state["prompts"]
+        self.manager.go_on(*done, state.get("curriculum"))
         self.empty_steps, self.floor = state["empty_steps"], state[FLOOR] or self.floor
         self.version = state["version"] - 1  # the sync makes it the version that the run had
         super().restore(state)

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
 
-from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
@@ -26,17 +25,15 @@ from rlworker.config.sizes import count_batch_bytes
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.errors import NothingScored, RunError
 from rlworker.tracking.digests import FileDigest
-from rlworker.tracking.log import RunLog, StepClock, is_due
-from rlworker.tracking.report import format_report
+from rlworker.tracking.log import HELDOUT, RunLog, StepClock, is_due, read_metrics
+from rlworker.tracking.report.page import format_report
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.tracker import TrackedRun, Tracker
 from rlworker.tracking.trackers import Trackers, check_trackers
 from rlworker.trainers.outages import ADVICE, Outages
 from rlworker.trainers.stop import Stop
-
-if TYPE_CHECKING:
-    from rlworker.data.images import ImageReader
+from rlworker.validation.patience import describe_stall, has_stalled
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Processes = TypeVar("Processes", Rollouts, StartingGroup, ProcessPool)
@@ -134,14 +131,6 @@ class Run(Generic[Config]):
 
     # -- what they share
 
-    def build_image_reader(self, model: ModelSpec, limit_mb: int) -> "ImageReader | None":
-        """Build the reader of the rows' images, with a limit of MB a row; None for a model of text alone."""
-        if not model.vision:
-            return None
-        from rlworker.data.images import build_image_reader
-
-        return build_image_reader(model, self.config.run_dir, limit_mb)
-
     def __enter__(self) -> Self:
         with self.running as running:
             self.start()
@@ -202,7 +191,8 @@ class Run(Generic[Config]):
         self.steps_done = state["step"] if state else 0
         tracked = TrackedRun(self.folder.path, self.steps_done, asdict(config))
         trackers = Trackers(config.trackers, tracked, self.trackers)
-        log = RunLog(self.folder.path, config.steps, self.steps_done, trackers, self.line)
+        line = [(label, self.score.name if label == HELDOUT else key, form) for label, key, form in self.line]
+        log = RunLog(self.folder.path, config.steps, self.steps_done, trackers, line, format_report)
         self.log = self.running.enter_context(log)
         self.has_begun = True
         LOGGER.info(text)
@@ -272,7 +262,7 @@ class Run(Generic[Config]):
         self.stop_request.in_hand = f"step {self.steps_done + 1}"
         if self.steps_done == 0:
             self.log.step(0, self.evaluate() | self.start_seconds | self.skipped | self.outages.count())
-        while self.steps_done < config.steps and not self.stop_request.signal:
+        while self.steps_done < config.steps and not self.stop_request.signal and not self._has_stalled(metrics):
             self.stop_request.in_hand = f"step {self.steps_done + 1}"
             try:
                 metrics, samples = self.step()
@@ -292,12 +282,21 @@ class Run(Generic[Config]):
                 self.log.step(self.steps_done, metrics | clock.seconds | self.outages.count())
             if written:
                 self._finish_checkpoint(*written, metrics)
+        self.save(metrics)
+        ended = f"after step {self.steps_done} of {config.steps}"
+        if self.steps_done < config.steps and self.stop_request.signal:
+            LOGGER.info(f"stopped {ended}; the same with --resume goes on")
+            return metrics
+        self.stop_request.in_hand = ""
         if self.steps_done < config.steps:
-            self.save(metrics)
-            LOGGER.info(f"stopped after step {self.steps_done} of {config.steps}; the same with --resume goes on")
-        else:
-            self.stop_request.in_hand = ""
+            LOGGER.info(f"ended {ended}: {describe_stall(self.score, config.validation)}")
         return metrics
+
+    def _has_stalled(self, metrics: Mapping[str, float]) -> bool:
+        """Tell whether to end early; asked after each validation, and as a run is taken up."""
+        settings = self.config.validation
+        is_asked = settings.patience and (not metrics or self.score.name in metrics)
+        return bool(is_asked) and has_stalled(read_metrics(self.folder.path), self.score, settings)
 
     def _is_save_due(self, metrics: dict[str, float]) -> bool:
         checkpoint = self.config.checkpoint
@@ -325,8 +324,8 @@ class Run(Generic[Config]):
         self, partial_folder: Path, digests: dict[str, FileDigest], metrics: Mapping[str, float]
     ) -> None:
         """Make a written checkpoint count, and remove those that it replaces."""
-        score = {name: value for name, value in metrics.items() if name == self.score.name}
-        state = {"step": self.steps_done} | self.get_state() | score
+        scores = {name: value for name, value in metrics.items() if name.startswith(HELDOUT)}
+        state = {"step": self.steps_done} | self.get_state() | scores
         self.folder.finish_checkpoint(partial_folder, state, digests)
         best, checkpoint = self._note_saved(), self.config.checkpoint
         self.folder.prune(checkpoint.keep_newest, best if checkpoint.keep_best else None)

@@ -1,18 +1,10 @@
-"""The processes of an RL run: training engines, which of them share some, and the loop of rollouts."""
+"""The training processes of an RL run: their engines, and which of them share some."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 from engines.models.spec import ModelSpec
-from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
-from rlworker.environments.codec import Codec
-from rlworker.environments.policy import EpisodeLimits
-from rlworker.environments.processes.pool import ProcessPool
-from rlworker.environments.reward import Environment
-from rlworker.rollouts.loop import RolloutLoop
-from rlworker.rollouts.manager import STREAM
 
 
 def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[tuple[str, str, tuple[Role, ...], int]]:
@@ -33,32 +25,3 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
     yield "actor", config.platform, shared, config.seed
     for name in dict.fromkeys(config.placement.dedicated_devices):
         yield name, config.platform, (roles[name],), config.seed
-
-
-@contextmanager
-def running_loop(
-    config: RunConfig, environment: Environment, pool: ProcessPool, rollouts: Rollouts, codec: Codec
-) -> Iterator[RolloutLoop]:
-    """Run the loop of rollouts in this context: ahead of the trainer where samples may be stale, else in turns."""
-    if config.rollout.staleness:
-        from rlworker.rollouts.requests import RequestQueue
-
-        queue = RequestQueue(rollouts, (config.seed, 0, STREAM))
-    else:
-        from rlworker.rollouts.turn_queue import TurnQueue
-
-        queue = TurnQueue(rollouts)
-    with RolloutLoop(environment, pool, rollouts, queue, codec, config.environment.default_reward) as loop:
-        yield loop
-
-
-def set_limits(config: RunConfig) -> EpisodeLimits:
-    """Set the limits of an episode by a run's settings."""
-    environment = config.environment
-    return EpisodeLimits(
-        environment.turns,
-        environment.tokens or config.longest,
-        config.rollout.max_new_tokens,
-        environment.time_limit_s,
-        environment.tool_limit_s,
-    )

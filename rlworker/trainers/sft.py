@@ -16,12 +16,14 @@ from rlworker.cluster.watch import naming_failures
 from rlworker.cluster.workers import Role, TrainWorker
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.sft import SftConfig
-from rlworker.data.examples import read_examples, to_batch
+from rlworker.config.validation import name_set
+from rlworker.data.examples import Example, read_examples, to_batch
 from rlworker.data.rows import load_tokenizer, pick_rows
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import log_start
 from rlworker.tracking.tracker import Tracker
+from rlworker.trainers import step_metrics
 from rlworker.trainers.run import Run
 from rlworker.trainers.stop import Stop
 
@@ -37,7 +39,6 @@ class SftTrainer(Run[SftConfig]):
     """
 
     line = SUPERVISED_LINE
-    score = Score("heldout_loss", -1)
     rows_done = 0
     """Rows that all optimizer steps took, which may have had different numbers of them."""
 
@@ -50,17 +51,24 @@ class SftTrainer(Run[SftConfig]):
         trackers: Sequence[Tracker] = (),
     ):
         super().__init__(config, folder, stop, trackers)
+        self.score = Score(config.choose_metric(), -1)
         self.model = config.check_models(self.folder.inputs.find_model)["actor"]
         self.tokenizer = load_tokenizer(self.model.folder, config.data.chat_template_args)
-        image_reader = self.build_image_reader(self.model, config.actor.image_memory_mb)
+        image_reader, sets = None, config.data.heldouts
+        if self.model.vision:
+            from rlworker.data.images import build_image_reader
+
+            image_reader = build_image_reader(self.model, config.run_dir, config.actor.image_memory_mb)
         read = partial(
             read_examples, tokenizer=self.tokenizer, config=config, model=self.model, image_reader=image_reader
         )
         self.train, skipped = read(config.data.train)
-        self.heldout, skipped_heldout = read(config.data.heldout) if config.data.heldout else ([], 0)
-        self.folder.inputs.hold(config.data, {"actor": self.model}, [*self.train, *self.heldout])
-        self.skipped = {"skipped_train": skipped, "skipped_heldout": skipped_heldout}
-        log_start(f"rows are read: {len(self.train)} to train on, {len(self.heldout)} held out")
+        heldout = {name: read(path) for name, path in sets.items()}
+        self.heldout = {name: examples for name, (examples, _) in heldout.items()}
+        held_out = [example for examples in self.heldout.values() for example in examples]
+        self.folder.inputs.hold(config.data, {"actor": self.model}, [*self.train, *held_out])
+        self.skipped = {"skipped_train": skipped, "skipped_heldout": sum(count for _, count in heldout.values())}
+        log_start(f"rows are read: {len(self.train)} to train on, {len(held_out)} held out")
 
     def start_engines(self, clock: StepClock) -> None:
         """Start the one engine."""
@@ -82,6 +90,8 @@ class SftTrainer(Run[SftConfig]):
         batch = to_batch(rows, self.model.vision)
         with self._phase(clock, "update"):
             metrics, outputs = self.group.train_step(batch, sft_loss, float(batch.mask.sum()))
+            metrics |= step_metrics.measure_memory(self.processes)
+        metrics |= step_metrics.measure_flops({"actor": self.model}, batch, metrics, clock.seconds["time_update"])
         if math.isnan(metrics["grad_norm"]):
             from rlworker.trainers.rejected_step import reject_step
 
@@ -92,16 +102,21 @@ class SftTrainer(Run[SftConfig]):
         return metrics | {"tokens_per_second": batch.num_tokens / times["time_step"]} | times, []
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss of the held-out rows in nats per token; empty without held-out rows."""
+        """Mean loss of each set of held-out rows in nats per token; empty without held-out rows."""
         if not self.heldout:
             return {}
-        clock, each, total, tokens = StepClock(), self.config.rows_per_step, 0.0, 0
+        clock = StepClock()
         with self._phase(clock, "evaluate"):
-            for start in range(0, len(self.heldout), each):  # a few at a time: all of them need not fit into memory
-                batch = to_batch(self.heldout[start : start + each], self.model.vision)
-                total += float(get_logprobs(self.group.forward(batch))[batch.mask].sum())
-                tokens += int(batch.mask.sum())
-        return {"heldout_loss": -total / tokens} | clock.seconds
+            losses = {f"{name_set(name)}_loss": self._measure_loss(rows) for name, rows in self.heldout.items()}
+        return losses | clock.seconds
+
+    def _measure_loss(self, rows: list[Example]) -> float:
+        each, total, tokens = self.config.rows_per_step, 0.0, 0
+        for start in range(0, len(rows), each):  # a few at a time: all of them need not fit into memory
+            batch = to_batch(rows[start : start + each], self.model.vision)
+            total += float(get_logprobs(self.group.forward(batch))[batch.mask].sum())
+            tokens += int(batch.mask.sum())
+        return -total / tokens
 
     def get_state(self) -> dict[str, int]:
         return {"rows": self.rows_done}

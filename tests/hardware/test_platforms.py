@@ -25,6 +25,15 @@ def test_every_platform_has_what_the_door_asks_for(name):
     assert set(collect_faults(platform)) == set(ATTENTION_FAULTS)
 
 
+def test_a_process_without_a_device_measures_all_its_memory():
+    platform, size = get_platform(DEFAULT_PLATFORM), 2**27
+    block = bytearray(size)
+    before = platform.measure_peak_memory()
+    block += bytes(size)
+    after = platform.measure_peak_memory()
+    assert before >= 2**24 and after >= 2 * size and after >= before
+
+
 def test_settings_know_the_names_of_the_list():
     assert get_args(PlatformName) == tuple(PLATFORMS) and DEFAULT_PLATFORM in PLATFORMS
 

@@ -28,6 +28,9 @@ RIGHT = [
     ("**4**", " 4 "),
     ("答案是4。", "4"),
     ("12345678901234567891", "12345678901234567891"),
+    ("12345678901234567890123456789012345.50", "12345678901234567890123456789012345.5"),
+    pytest.param("9" * 5000, "9" * 5000, id="5000 digits"),
+    ("100", "100.0"),
     ("Let me see.\n  Paris \n", "Paris"),
     ("1/2", "1/2"),
     ("A", "A"),
@@ -45,6 +48,7 @@ WRONG = [
     ("6.02e23", "23"),
     ("no number", "4"),
     ("12345678901234567892", "12345678901234567891"),
+    ("12345678901234567890123456789012345", "12345678901234567890123456789012346"),
     ("", "4"),
     ("   \n", "4"),
     ("anything", ""),
@@ -79,3 +83,11 @@ def test_wrong(reward, text, answer):
 def test_the_readme_shows_the_recipe_whole():
     source = (ROOT / "recipes" / "grpo.py").read_text()
     assert f"```python\n{source[source.index('NUMBER = ') :]}```" in (ROOT / "README.md").read_text()
+
+
+def test_what_is_voted_on_is_the_same_for_one_number_however_it_is_written():
+    from recipes.grpo import find_answer
+
+    row = Row("?", (1,), "7", {})
+    assert [find_answer(text, row) for text in ("1,000.50", "+1000.5", "so 1000.500", "none")] == ["1000.5"] * 3 + [""]
+    assert find_answer("a\n 1,000 or so ", Row("?", (1,), "Rome", {})) == "1,000 or so"

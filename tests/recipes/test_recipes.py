@@ -113,6 +113,11 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
 
 CAN_START = [
     *((name, (), "cpu") for name in RECIPES if (name, ()) not in ALWAYS),
+    (
+        "dapo_math",
+        ("--validation.patience", "2", "--data.heldout-sets", "aime", "none.jsonl", "--eval-every", "1"),
+        "cpu",
+    ),
     *((name, ("--platform", given), "npu-emulated") for name, given in zip(ON_NPU, ("npu", "npu", "npu-emulated"))),
 ]
 """Recipe, options and the platform that it then runs on."""
@@ -167,7 +172,7 @@ def test_conversations_are_rows_of_supervised_training(monkeypatch, tmp_path):
     ((example,), tokenizer) = built[0].train, built[0].tokenizer
     assert tokenizer.decode(example.ids) == "3+4? 7<eos>" * 2
     assert [tokenizer.decode(example.ids[first:end]) for first, end in example.turns] == ["7<eos>"] * 2
-    assert len(built[0].heldout) == 1
+    assert len(built[0].heldout[""]) == 1
 
 
 SIZES = {

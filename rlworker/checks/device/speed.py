@@ -120,8 +120,7 @@ def measure_step(device: Device, folder: Path, product: float) -> DeviceFinding:
     seconds = measure_seconds(device, lambda: engine.train_step(shard, probe_loss, 1.0), repeat=3)
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     count = micro_batches * sequences * tokens
-    # Six for each weight and token, forward and backward; attention's two products see half of the pairs.
-    rate = count * (6 * parameters + 6 * model.layers * tokens * model.heads * model.head_dim) / seconds / 1e12
+    rate = model.count_training_flops([tokens] * (micro_batches * sequences)) / seconds / 1e12
     name = device.describe()["device"]
     peak = next((peak for card, peak in PEAK_TFLOPS.items() if card in name), None)
     text = f"{seconds:.3f} s for {count} tokens, {parameters / 1e6:.1f} M parameters: {rate:.3g} TFLOP/s, "

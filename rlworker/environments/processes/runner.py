@@ -187,7 +187,11 @@ class EnvRunner:
         if failure:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
         counts = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
-        written = {"rewards": tuple(episode.rewards), "forks": episode.forks} if episode else {}
+        written = (
+            {"rewards": tuple(episode.rewards), "forks": episode.forks, "answer": str(episode.answer)}
+            if episode
+            else {}
+        )
         self._reply.results[running.number] = {"failure": failure} | counts | written
 
     # -- requests of an episode

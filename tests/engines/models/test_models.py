@@ -25,6 +25,27 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
         assert {name: spec.find_hf_shape(name) for name in spec.list_hf_names()} == shapes
 
 
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_flops_are_those_of_huggingfaces_products(make_hf_model, family, tied):
+    """torch counts the products of a forward and backward pass; its attention computes every pair, ours half."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    folder, lengths = make_hf_model(family, tied), (24, 9)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    spec, counted = ModelSpec.from_folder(folder), 0
+    for length in lengths:
+        with FlopCounterMode(display=False) as counter:
+            model(torch.arange(length)[None] % spec.vocab).logits.sum().backward()
+        counted += counter.get_total_flops()
+    pairs = 12 * spec.layers * spec.heads * spec.head_dim * sum(length**2 for length in lengths) / 2
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)  # norms and biases, which are no products
+    assert spec.count_training_flops(lengths) + pairs - 6 * vectors * sum(lengths) == counted
+    half = spec.count_training_flops(lengths, sum(lengths) / 2)
+    assert half == (spec.count_training_flops(lengths) - pairs) / 2 + pairs, "shared tokens are computed once"
+
+
 def test_rules_follow_layer_types(make_hf_model):
     assert ModelSpec.from_folder(make_hf_model("qwen2", False)).rules == (CAUSAL,)
     windowed = ModelSpec.from_folder(make_hf_model("qwen2-window", False))

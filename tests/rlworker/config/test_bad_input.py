@@ -28,9 +28,11 @@ from rlworker.config.sections import (
     LimitsConfig,
     PlacementConfig,
 )
+from rlworker.config.validation import ValidationConfig
 
 SECTIONS = {"config": RunConfig, "actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig}
 SECTIONS |= {"data": DataConfig, "environment": EnvironmentConfig, "checkpoint": CheckpointConfig}
+SECTIONS |= {"validation": ValidationConfig}
 SECTIONS |= {"critic": CriticConfig, "placement": PlacementConfig, "limits": LimitsConfig, "optimizer": OptimizerConfig}
 NOT_ZERO = "steps prompts_per_step samples_per_prompt ranks tp pp cp micro_batch_tokens timeout_s adam_eps engines "
 NOT_ZERO += "max_new_tokens max_model_len max_num_seqs temperature mini_batches max_prompt_tokens workers time_limit_s"
@@ -61,7 +63,7 @@ def wrong_values(section: str, name: str, kind: Any) -> list[st.SearchStrategy]:
     if kind in (float, float | None):
         found += [st.just(math.nan)]
         found += [] if name in MAY_BE_INFINITE else [st.just(math.inf)]
-        found += [] if name == "default_reward" else [st.floats(max_value=-1e-300)]
+        found += [] if name in ("default_reward", "right_from") else [st.floats(max_value=-1e-300)]
     found += [st.just(0)] if name in NOT_ZERO.split() else []
     found += [st.integers(TOO_LARGE[name], 10**30)] if name in TOO_LARGE else []
     return found

@@ -113,8 +113,20 @@ def test_every_section_has_its_help():
 
 def test_help_of_a_section_that_is_not_there():
     said, config = parse(SftConfig(), "--help", "critic")
-    assert said == "error: --help critic: there is no such section; take one of data, actor, checkpoint, recovery"
+    sections = "data, actor, checkpoint, validation, recovery"
+    assert said == f"error: --help critic: there is no such section; take one of {sections}"
     assert config == []
+
+
+def test_a_curriculum_is_given_as_pairs():
+    words = (
+        "--curriculum.sources b.jsonl 0.5 hf:o/n:train 2 --curriculum.buckets 0.2 0 1 3 --curriculum.pass-rates 0.1 1"
+    )
+    curriculum = parse_config(RunConfig(), args=words.split()).curriculum
+    assert curriculum.sources == {"b.jsonl": 0.5, "hf:o/n:train": 2.0} and curriculum.pass_rates == (0.1, 1.0)
+    assert list(curriculum.buckets.items()) == [(0.2, 0.0), (1.0, 3.0)]
+    assert curriculum.weigh_sources("a.jsonl") == {"a.jsonl": 1.0} | curriculum.sources
+    assert curriculum.weigh_sources("b.jsonl") == curriculum.weigh_sources("") == curriculum.sources
 
 
 def test_the_commands_of_rlworker_have_the_same_help():

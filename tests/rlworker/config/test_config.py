@@ -24,7 +24,7 @@ from hardware.platforms import PLATFORMS, get_platform
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.model_checks import check_engines
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import CriticConfig, DataConfig, LimitsConfig, PlacementConfig
+from rlworker.config.sections import CriticConfig, CurriculumConfig, DataConfig, LimitsConfig, PlacementConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
 
@@ -44,6 +44,30 @@ from rlworker.data.rows import load_tokenizer
 def test_contradictions_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(sources={"a": 0.0}), r"sources has \{'a': 0.0\}, expected .* weights above 0"),
+        (dict(sources={"a": float("inf")}), "sources has .*expected the paths of rows and weights above 0"),
+        (dict(sources={"": 1.0}), "sources has .*expected the paths of rows"),
+        (dict(sources={"a": "1"}), "sources must be names with values, got"),
+        (dict(buckets={1: -1.0}), r"buckets has the weights \[-1.0\]"),
+        (dict(buckets={0.5: 0.0, 1: 0.0}), "expected finite numbers of 0 or more and one above 0"),
+        (dict(buckets={0.5: 1.0, 0.7: 1.0}), r"must have rising bounds, .*: 1 without a difficulty_field"),
+        (dict(buckets={1: 1.0, 0.5: 1.0}), "must have rising bounds"),
+        (dict(difficulty_field="level"), "difficulty_field='level' does nothing without buckets"),
+        (dict(advance_at=0.5, buckets={1: 1.0}), "opens buckets of rows whose difficulty is known"),
+        (dict(advance_at=0.5, buckets={1: 0.0, 2: 1.0}, difficulty_field="level"), "first of buckets has weight 0"),
+        (dict(pass_rates=(0.9, 0.1)), r"pass_rates=\(0.9, 0.1\) must be a lowest and a highest rate from 0 to 1"),
+        (dict(pass_rates=(0.1,)), "must be a lowest and a highest rate"),
+        (dict(pass_rates=(0.0, 2.0)), "must be a lowest and a highest rate"),
+    ],
+)
+def test_a_curriculum_that_chooses_nothing_is_refused(settings, message):
+    with pytest.raises(ValueError, match=f"^curriculum: .*{message}"):
+        CurriculumConfig(**settings)
 
 
 @pytest.mark.parametrize(

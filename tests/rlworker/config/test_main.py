@@ -23,7 +23,7 @@ def test_report_draws_a_run_cut_short(tmp_path):
     assert done.returncode == 0, done.stderr
     page = Path(done.stdout.strip()).read_text()
     body = page[page.index("<body>") :]
-    assert "75.0 %" in body and "heldout_before" in body
+    assert "75.0 %" in body and "<td>heldout</td><td>0.5</td><td>0.5</td><td>0.5</td><td>0</td>" in body
     assert "<td>start rollouts</td><td>8.5 s</td>" in body
     assert "<td>from the start of the program</td><td>21.5 s</td>" in body
     assert "all that came before</td><td>6.0 s</td>" in body, "what is left of 21.5 s"

@@ -14,7 +14,7 @@ from rlworker.checks.tiny_models import (
     make_tiny_vlm,
 )
 from rlworker.config.model_checks import check_engines
-from rlworker.tracking.report import write_report
+from rlworker.tracking.report.page import write_report
 
 ROLLOUT = VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=16, kv_cache_mb=256)
 

@@ -5,32 +5,13 @@ from copy import copy
 from dataclasses import replace
 
 import pytest
+from support.environments.rows import ASK, CALLS, CHAT, GENERATION, SAY, TOOL, make_generation_tokenizer
 from support.environments.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
 from engines.models.spec import ModelSpec
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.conversations import check_examples
-
-ASK, SAY = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "The answer is 42."}
-CHAT = [ASK, SAY, ASK | {"content": "a = 4"}, SAY | {"content": "ok"}, ASK, SAY | {"content": "Hi, hello"}]
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 4}}}
-CALLS = [
-    {"role": "system", "content": "Hi there."},
-    ASK,
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "42"},
-    SAY,
-]
-GENERATION = (
-    "{% if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}{% for m in messages %}"
-    "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call | tojson + '</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""A template of Qwen's kind that says itself, for transformers, what the assistant says."""
 
 
 def read(tokenizer, folder, make_hf_model, *rows: dict, **settings) -> tuple[list, int]:
@@ -42,12 +23,6 @@ def read(tokenizer, folder, make_hf_model, *rows: dict, **settings) -> tuple[lis
     check_examples(str(path), config.data)
     model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
     return read_examples(str(path), tokenizer, config, model)
-
-
-def make_generation_tokenizer():
-    tokenizer = copy(make_tokenizer("qwen"))
-    tokenizer.chat_template = GENERATION
-    return tokenizer
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.environments.rows import message_of, save, write, write_parquet
 
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
@@ -20,34 +21,6 @@ USER, TOLD = {"role": "user", "content": "1+1="}, {"role": "tool", "content": {"
 @pytest.fixture
 def tokenizer():
     return make_tokenizer()
-
-
-def write(tmp_path, *rows) -> str:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
-
-
-def write_parquet(tmp_path, *rows) -> str:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    path = tmp_path / "rows.parquet"
-    parquet.write_table(pa.Table.from_pylist(list(rows)), path)
-    return str(path)
-
-
-def save(tmp_path, *rows) -> str:
-    from datasets import Dataset
-
-    Dataset.from_list(list(rows)).save_to_disk(tmp_path / "saved")
-    return str(tmp_path / "saved")
-
-
-def message_of(call, *arguments) -> str:
-    with pytest.raises(ValueError) as error:
-        call(*arguments)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("blank", ["", "\n"], ids=["row", "blank line"])
@@ -201,9 +174,10 @@ def test_a_broken_row_of_a_table_is_named(tmp_path, form):
 def test_a_missing_column_is_named_beside_those_there(tmp_path, form):
     path = form(tmp_path, {"question": "1+1=", "answer": "2"})
     said = message_of(check_rows, path, DATA)
-    assert f'{path}: no column "prompt", there are question, answer; name one with --data.prompt-field' in said
+    assert 'field "prompt" is missing or empty, the row has question, answer; it must be' in said
+    assert "row 0 (from 0)" in said and "--data.prompt-field" in said
     said = message_of(check_rows, path, DataConfig(prompt_field="question", answer_field="solution"))
-    assert 'no column "solution", there are question, answer; name one with --data.answer-field' in said
+    assert 'field "solution" must be text, got NoneType, the row has question, answer' in said
     check_rows(path, DataConfig(prompt_field="question"))
 
 
@@ -330,7 +304,7 @@ def test_a_named_data_set(tmp_path, tokenizer, monkeypatch):
     assert "BuilderConfig 'none' not found. Available: ['easy', 'hard']" in said
     assert "hf:owner/none:train: cannot be loaded as" in message_of(check_rows, "hf:owner/none:train", data)
     said = message_of(check_rows, "hf:owner/name:test", DATA)
-    assert 'hf:owner/name:test: no column "prompt", there are question, answer' in said
+    assert 'hf:owner/name:test, row 0 (from 0): field "prompt" is missing or empty, the row has question' in said
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_jpeg_and_grey_images_are_seen_in_colour(read, model, tmp_path):
 
 def test_images_are_seen_as_a_viewer_shows_them(read, tmp_path):
     """Black lines on a transparent ground, and a camera that lay on its side; two kinds of transparency."""
-    from rlworker.tracking.report import _show_sample
+    from rlworker.tracking.report.samples import show_sample
 
     lines = Image.new("RGBA", (56, 28))
     lines.paste((0, 0, 0, 255), (0, 0, 28, 28))
@@ -226,7 +226,7 @@ def test_images_are_seen_as_a_viewer_shows_them(read, tmp_path):
     for row in rows[:2]:
         pixels = np.asarray(decode(row.images[0]))
         assert pixels[:, :28].max() == 0 and pixels[:, 28:].min() == 255
-    shown = _show_sample({"images": [rows[0].images[0].path]})["thumbnails"][0][1]
+    shown = show_sample({"images": [rows[0].images[0].path]})["thumbnails"][0][1]
     in_report = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2]))))
     assert np.array_equal(in_report, np.asarray(decode(rows[0].images[0]))), "the report shows what the model sees"
     (image,) = rows[2].images

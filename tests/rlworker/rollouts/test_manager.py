@@ -160,6 +160,42 @@ def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_come_next():
     assert sorted(taken) == list(range(12)) and second.prompts_done == 12
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_curriculum_picks_what_is_drawn_and_goes_on_with_its_state(staleness):
+    """Odd prompts are never right, and left out. A resumed run draws what the unbroken one does, ahead too."""
+    from rlworker.config.sections import CurriculumConfig
+    from rlworker.rollouts.curriculum import Curriculum
+
+    def make():
+        manager = make_ahead(staleness, further=1) if staleness else make_manager(ROWS, 1)
+        manager.config = replace(manager.config, curriculum=CurriculumConfig(pass_rates=(0.1, 0.9)))
+        manager.curriculum = Curriculum(manager.config, ROWS, [len(ROWS)])
+        return manager
+
+    def draw(manager, steps):
+        taken = []
+        for _ in range(steps):
+            first = manager.rollouts_done
+            groups, metrics = manager.sample(StepClock(), 0)
+            manager.run_ahead(9)
+            numbers = manager.list_row_numbers(first)
+            assert {int(group.row.prompt) for group in groups} <= set(numbers)
+            taken.append((numbers, [metrics[f"curriculum/{name}"] for name in ("seen", "too_hard", "too_easy")]))
+        return taken
+
+    whole, broken = make(), make()
+    taken = draw(whole, 8)
+    assert taken[-1][1] == [1.0, 0.5, 0.0]
+    late = [number % 2 for numbers, _ in taken[4:] for number in numbers]
+    assert 0 < sum(late) < len(late) / 3
+    assert draw(broken, 3) == taken[:3]
+    state = json.loads(json.dumps(broken.get_state()))
+    resumed = make()
+    draw(resumed, 2)  # a run that goes back within its program has been elsewhere
+    resumed.go_on(state["rollouts"], state["completion_tokens"], state["prompts"], state["curriculum"])
+    assert draw(resumed, 5) == taken[3:]
+
+
 def test_every_use_of_every_rollout_on_every_engine_has_numbers_of_its_own():
     """Also across seeds: sums of these once met each other."""
     names = itertools.product((0, 1, 2**32 - 1), range(60), range(2), range(9))

@@ -12,7 +12,7 @@ import pytest
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import CriticConfig, DataConfig, EnvironmentConfig
+from rlworker.config.sections import CriticConfig, CurriculumConfig, DataConfig, EnvironmentConfig
 from rlworker.tracking import step_lines
 from rlworker.tracking.run_folder import RunFolder, Score
 
@@ -127,17 +127,19 @@ def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
     actor = MegatronConfig(ranks=2, tp=2, optimizer=OptimizerConfig(lr=0.1))
     algorithm, rollout = AlgorithmConfig(kl_coef=0.5, mini_batches=2), VllmConfig(temperature=0.5)
     parts = {"actor": actor, "algorithm": algorithm, "rollout": rollout, "environment": EnvironmentConfig(workers=2)}
+    parts |= {"curriculum": CurriculumConfig(pass_rates=(0.1, 1.0))}
     other = replace(resumed, steps=20, prompts_per_step=16, **parts)
     state, text = begin(folder, other)
     assert state["step"] == 1 and text == (
         "run: goes on from step 1 (checkpoints/step_1); with other settings: actor.optimizer.lr 1e-06 -> 0.1, "
         "actor.ranks 1 -> 2, actor.tp 1 -> 2, algorithm.kl_coef None -> 0.5, algorithm.mini_batches 1 -> 2, "
+        "curriculum.pass_rates [0.0, 1.0] -> [0.1, 1.0], "
         "environment.workers 1 -> 2, prompts_per_step 32 -> 16, rollout.temperature 1.0 -> 0.5, steps 10 -> 20"
     )
     folder.record_start(1, "cpu")
     assert json.loads((tmp_path / "config.json").read_text())["actor"]["optimizer"]["lr"] == 0.1
     (line,) = map(json.loads, (tmp_path / "starts.jsonl").open())
-    assert line["changed"]["actor.optimizer.lr"] == [1e-6, 0.1] and len(line["changed"]) == 9
+    assert line["changed"]["actor.optimizer.lr"] == [1e-6, 0.1] and len(line["changed"]) == 10
     again = RunFolder(str(tmp_path))
     folder.release()
     assert begin(again, other)[1] == "run: goes on from step 1 (checkpoints/step_1)"
@@ -156,6 +158,8 @@ def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
         (dict(actor=MegatronConfig(dtype="bfloat16")), "actor.dtype was 'float32', is 'bfloat16'"),
         (dict(critic=CriticConfig(train=True)), "critic.train was False, is True"),
         (dict(algorithm=AlgorithmConfig(reference="t")), "algorithm.reference was '', is 't'"),
+        (dict(curriculum=CurriculumConfig({"b": 1.0})), r"curriculum.sources was \{\}, is \{'b': 1.0\}"),
+        (dict(curriculum=CurriculumConfig(buckets={1: 1.0})), r"curriculum.buckets was \{\}, is \{'1': 1.0\}"),
     ],
 )
 def test_another_model_or_other_data_are_another_run(tmp_path, settings, was):

@@ -28,7 +28,7 @@ def made(make_hf_model, tmp_path_factory) -> Path:
     shutil.copytree(make_hf_model("qwen2", True), folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     make_tiny_vlm(folder / "seeing", "qwen2_5_vl", make_tokenizer(None, IMAGE_TOKENS), 128)
-    for name in ("train", "heldout"):
+    for name in ("train", "heldout", "hard"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     shown = [{"prompt": "<image>", "answer": "1", "images": [name]} for name in ("a.png", "b.png")]
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
@@ -55,8 +55,9 @@ def begun(made, tmp_path):
 
     def begin_run(model: str = "model", train: str = "train.jsonl", save=lambda folder: None) -> tuple[SftConfig, Path]:
         save(folder)
-        data = DataConfig(str(folder / train), str(folder / "heldout.jsonl"), max_prompt_tokens=16)
-        data = data if train == "train.jsonl" else replace(data, heldout="")
+        sets = {"hard": str(folder / "hard.jsonl")}
+        data = DataConfig(str(folder / train), str(folder / "heldout.jsonl"), sets, max_prompt_tokens=16)
+        data = data if train == "train.jsonl" else replace(data, heldout="", heldout_sets={})
         config = SftConfig(str(folder / model), str(tmp_path / "run"), data, rows_per_step=2, max_answer_tokens=8)
         begin(config)
         return replace(config, resume=True), folder
@@ -86,11 +87,12 @@ def swap(old: str, new: str) -> Callable[[Path], object]:
     [
         ("train.jsonl", swap('"2"', '"3"'), r"data\.train \S+train\.jsonl was 136 bytes, digest \w+, is 136 bytes,"),
         ("heldout.jsonl", swap("2+2", "3+3"), r"data\.heldout \S+heldout\.jsonl was 136 bytes, digest \w+, is 136"),
+        ("hard.jsonl", swap("2+2", "3+3"), r"data\.heldout_sets hard \S+hard\.jsonl was 136 bytes, digest \w+, is 136"),
         ("model/model.safetensors", train_one_row, r"actor model\.safetensors was \d+ bytes, digest \w+, is \d+ bytes"),
         ("model/tokenizer.json", swap("9", "8"), r"actor tokenizer\.json was \d+ bytes, digest \w+, is \d+ bytes"),
         ("model/config.json", swap("1e-06", "1e-05"), r"actor config\.json was \d+ bytes, digest \w+, is \d+ bytes"),
     ],
-    ids=["row", "heldout", "weight", "tokenizer", "config"],
+    ids=["row", "heldout", "set", "weight", "tokenizer", "config"],
 )
 def test_a_changed_input_is_named_however_alike_the_file_looks(begun, name, change, message):
     config, folder = begun()
@@ -145,3 +147,25 @@ def test_a_run_of_before_there_were_digests_says_so_and_has_them_from_then_on(be
     path.write_text("{")
     with pytest.raises(ValueError, match=r"inputs\.json' cannot be read: .*; put back what the run wrote"):
         begin(config)
+
+
+def test_a_further_source_that_changed_is_named_too(tmp_path):
+    """Whatever its weight; one that is data.train itself is read once."""
+    from rlworker.tracking.inputs import Inputs
+
+    data = DataConfig(str(tmp_path / "a.jsonl"))
+    sources = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    for source in sources:
+        Path(source).write_text(json.dumps(ROWS[0]) + "\n")
+    inputs = Inputs(tmp_path)
+    inputs.hold(data, sources=sources)
+    inputs.write()
+    (tmp_path / "config.json").write_text("{}")
+    assert list(json.loads((tmp_path / "inputs.json").read_text())) == [
+        "data.train",
+        f"curriculum.sources {sources[1]}",
+    ]
+    Inputs(tmp_path).hold(data, sources=sources)
+    Path(sources[1]).write_text(json.dumps(ROWS[1]) + "\n")
+    with pytest.raises(ValueError, match=r"other data: curriculum\.sources \S+b\.jsonl \S+b\.jsonl was 34 bytes"):
+        Inputs(tmp_path).hold(data, sources=sources)

@@ -84,3 +84,37 @@ def test_seconds_of_the_start_are_of_this_program(capsys):
     log_start("rows are read: 2")
     said = re.fullmatch(r"start +(\d+\.\d) s  rows are read: 2\n", capsys.readouterr().out)
     assert before - 0.1 <= float(said[1]) <= read_process_age() + 0.1
+
+
+def test_the_rate_of_an_update_counts_epochs_and_the_models_that_learned():
+    """Two sequences of 3 and 2 tokens, of which 4 were computed: worked by hand."""
+    from engines.batch.batch import TrainBatch
+    from rlworker.trainers.step_metrics import measure_flops
+
+    batch = TrainBatch.from_ids([[1, 2, 3, 4], [1, 2, 5]], prompt_lengths=[2, 2])
+    asked = []
+
+    def count(lengths, computed):
+        asked.append((tuple(lengths), computed))
+        return 100.0
+
+    models = {role: SimpleNamespace(count_training_flops=count) for role in ("actor", "critic", "reference")}
+    both = {"lr": 1.0, "critic_lr": 1.0, "prompt_sharing": 1.25, "epochs": 3}
+    assert measure_flops(models, batch, both, 2.0) == {"flops_per_second": 3 * 200 / 2}
+    assert asked == [((3, 2), 4.0)] * 2
+    warm_up = {"critic_lr": 1.0, "prompt_sharing": 1.0}
+    assert measure_flops(models, batch, warm_up, 0.5) == {"flops_per_second": 200}
+    assert measure_flops(models, batch, {}, 0.5) == {}
+
+
+def test_a_column_that_no_step_has_had_has_no_place(tmp_path, capsys):
+    with RunLog(tmp_path, 3, 0, Trackers([], TrackedRun(tmp_path, 0, {}))) as log:
+        log.step(1, {"reward": 0.5, "zero_variance_share": 0.25})
+        log.step(2, {"reward": 0.5, "kl": 0.001, "lr": 1e-6})
+        log.step(3, {"reward": 0.5})
+    lines = [line.rpartition("  left")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert lines == [
+        "step    1/3  reward  0.500  zerovar  25%",
+        "step    2/3  reward  0.500  kl 1.0e-03  lr 1.0e-06  zerovar     ",
+        "step    3/3  reward  0.500  kl          lr          zerovar     ",
+    ]

@@ -22,14 +22,15 @@ from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.config import VllmConfig
 from rlworker.algorithms.losses import kl_k3, policy_loss, truncated_importance
 from rlworker.algorithms.objective import make_objective
-from rlworker.config.run import AlgorithmConfig, CriticConfig, RunConfig
+from rlworker.config.run import AlgorithmConfig, CriticConfig, CurriculumConfig, RunConfig
 from rlworker.config.sft import SftConfig
+from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
 from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.tracking.log import RunLog
-from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import TrackedRun, Trackers
 from rlworker.trainers.stop import Stop
 
@@ -101,9 +102,9 @@ class Loop:
         for turn, completion in enumerate(self.sample(sampling, self.turns)):
             segments += [Segment((4,), CONTEXT)] if turn else []
             segments.append(Segment(completion.token_ids, turn, (), completion))
-        failure = (kind, "") if (kind := next(self.kinds[sampling.temperature == 0])) else None
+        failure = (kind, "") if (kind := next(self.kinds[sampling.temperature != 1.0])) else None
         reward = 0.0 if self.alike else float(place % 2)
-        return Trajectory(row, (tuple(segments),), ((0, reward),), failure)
+        return Trajectory(row, (tuple(segments),), ((0, reward),), failure, answer="2")
 
     def sample(self, sampling, count: int):
         logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
@@ -122,7 +123,24 @@ class Loop:
 
 def rows_with_an_image() -> list[Row]:
     image = Image("a.png", "0", (1, 1), (1, 1, 1), "row 1")
-    return [Row("1+1=", (1, 2), "2", {}), Row("<image>", (1, IMAGE_TOKEN), "2", {}, (image,))]
+    return [Row("1+1=", (1, 2), "2", {"level": 0}), Row("<image>", (1, IMAGE_TOKEN), "2", {"level": 1}, (image,))]
+
+
+def start_nothing() -> list:
+    """The processes of a run, of which there are none."""
+    from rlworker.cluster.rollout_group import Rollouts
+    from rlworker.cluster.train_group import StartingGroup
+
+    processes = [kind.__new__(kind) for kind in (StartingGroup, Rollouts)]
+    for group in processes:
+        group.workers = []
+    return processes
+
+
+def name_generally(name: str) -> str:
+    """Name a metric as the page does: of any part of the prompts, any held-out set, and any number of samples."""
+    name = re.sub("^curriculum/[^/]+/", "curriculum/PART/", re.sub("^heldout/hard", "heldout", name))
+    return re.sub(r"(pass|maj)_at_\d+$", r"\1_at_k", re.sub(r"mean_at_\d+$", "mean_at_n", name))
 
 
 def written(trainer, config, folder: Path) -> set[str]:
@@ -139,10 +157,11 @@ def written(trainer, config, folder: Path) -> set[str]:
     with RunLog(folder, config.steps, 0, Trackers([], TrackedRun(folder, 0, {})), trainer.line) as trainer.log:
         trainer._steps()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return set().union(*map(json.loads, lines))
+    return {name_generally(name) for line in lines for name in json.loads(line)}
 
 
 def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=None, **settings) -> set[str]:
+    from rlworker.rollouts.curriculum import Curriculum
     from rlworker.rollouts.manager import RolloutManager
     from rlworker.trainers.agreement import SyncedWeights
     from rlworker.trainers.rl import Trainer
@@ -153,16 +172,20 @@ def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, a
     trainer.actor, trainer.reference, trainer.critic = Group("actor"), Group("reference"), None
     if config.critic.train:
         trainer.critic = Group("critic")
-    trainer.models = {"actor": SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,))}
+    model = SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,), count_training_flops=lambda *_: 1e6)
+    trainer.models = {"actor": model, "critic": model}
     trainer.synced = SyncedWeights("float32")
-    trainer.rows = trainer.heldout = rows_with_an_image() * 8
+    trainer.rows = rows_with_an_image() * 8
+    trainer.heldout, trainer.score = {"": trainer.rows, "hard": trainer.rows}, Score("heldout", +1)
     trainer.objective = make_objective(config, advantage, loss)
     trainer.version = trainer.empty_steps = 0
     trainer.devices = SharedDevices()
-    trainer.processes, trainer.rollouts = [], (loop := Loop(trainer, alike, turns))
+    trainer.processes, trainer.rollouts = start_nothing(), (loop := Loop(trainer, alike, turns))
     trainer.start_seconds = {"time_start_trainers": 1.0, "time_start_rollouts": 1.0, "time_floor": 1.0}
     parts = CODEC, trainer.rows, trainer.rollouts, loop, trainer._phase, lambda text: None
-    trainer.manager = RolloutManager(config, *parts)
+    sizes = [len(trainer.rows) // 2] * 2
+    curriculum = Curriculum(config, trainer.rows, sizes) if config.curriculum.sources else None
+    trainer.manager = RolloutManager(config, *parts, curriculum)
     return written(trainer, config, folder)
 
 
@@ -170,8 +193,10 @@ def supervised_fields(folder: Path) -> set[str]:
     from rlworker.trainers.sft import SftTrainer
 
     trainer = SftTrainer.__new__(SftTrainer)
-    trainer.train = trainer.heldout = [Example((1, 2, 3, 0), 2)]
-    trainer.model, trainer.group, trainer.processes = SimpleNamespace(vision=None), Group("actor"), []
+    trainer.train = [Example((1, 2, 3, 0), 2)]
+    trainer.heldout, trainer.score = {"": trainer.train}, Score("heldout_loss", -1)
+    trainer.model = SimpleNamespace(vision=None, count_training_flops=lambda *_: 1e6)
+    trainer.group, trainer.processes = Group("actor"), start_nothing()
     trainer.start_seconds = {"time_start_trainers": 1.0}
     return written(trainer, SftConfig(run_dir=str(folder), steps=1, rows_per_step=1), folder)
 
@@ -183,12 +208,16 @@ def fields(tmp_path) -> set[str]:
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)
     centering = AlgorithmConfig(score_centering=TOP, mini_batches=2)
+    sampled = ValidationConfig(samples=2, temperature=0.7)
     approximate = VllmConfig(attention_override=("vllm_cpu/images",))
+    buckets = dict(difficulty_field="level", buckets={0: 1.0, 1: 1.0}, advance_at=0.5)
+    curriculum = CurriculumConfig({"a.jsonl": 1.0, "b.jsonl": 1.0}, **buckets, pass_rates=(0.1, 0.9))
     return (
-        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate)
+        rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate, validation=sampled)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic)
         | rl_fields(tmp_path / "turns", turns=2)
         | rl_fields(tmp_path / "centered", algorithm=centering)
+        | rl_fields(tmp_path / "curriculum", curriculum=curriculum)
         | rl_fields(tmp_path / "ahead", rollout=VllmConfig(staleness=1))
         | rl_fields(tmp_path / "empty", algorithm=AlgorithmConfig(dynamic_sampling=1), alike=True)
         | supervised_fields(tmp_path / "sft")
@@ -198,7 +227,7 @@ def fields(tmp_path) -> set[str]:
 def on_the_page() -> list[str]:
     rows = [line for line in (ROOT / "docs" / "metrics.md").read_text().splitlines() if line.startswith("| `")]
     assert all(line.count("|") == 6 for line in rows), "field, unit, formula, healthy, when it is not"
-    return [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    return [name for row in rows for name in re.findall(r"`([\w/]+)`", row.split("|")[1])]
 
 
 def test_the_page_names_every_field_once_and_no_other(fields):
@@ -210,6 +239,7 @@ def test_the_page_names_every_field_once_and_no_other(fields):
 MADE_IN = (
     "algorithms/losses.py",
     "cluster/train_group.py",
+    "rollouts/curriculum.py",
     "rollouts/metrics.py",
     "rollouts/manager.py",
     "tracking/log.py",
@@ -218,11 +248,14 @@ MADE_IN = (
     "trainers/run.py",
     "trainers/sft.py",
     "trainers/step_metrics.py",
+    "validation/validate.py",
 )
 """Where metrics are made."""
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
 OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns", "aggregation", "advantage"}
-OTHER_KEYS |= {"center", "surrogate", "prompts", "time_save", "time_restart", "time_restore"}
+OTHER_KEYS |= {"curriculum", "rates", "passed_over", "open_buckets", "window", "source_credits", "bucket_credits"}
+OTHER_KEYS |= {"queues", "picks", "center", "surrogate", "prompts", "table", "set", "source", "greedy"}
+OTHER_KEYS |= {"time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from engines.config import VllmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig
+from rlworker.config.validation import ValidationConfig
 from rlworker.errors import NothingScored, RunError
 from rlworker.tracking import digests
 from rlworker.tracking import run_folder as checkpoint
@@ -210,3 +212,64 @@ def test_bfloat16_without_its_instructions_is_warned_of_at_the_start(
     said = capsys.readouterr().out
     assert ("rollout.dtype=bfloat16 is slow here: this CPU has no instructions for bfloat16" in said) == warned
     assert "actor.dtype" not in said
+
+
+def test_a_run_without_a_new_best_for_so_many_validations_ends_and_goes_on_with_more_patience(
+    counting, tmp_path, capsys
+):
+    """Scores of steps 0 to 3: the best is that of step 1, and 0.6 again is none. It ends well, and again at once."""
+    settings = replace(config(tmp_path, resume=True, eval_every=1), validation=ValidationConfig(patience=2))
+    ended = counting(settings, (0.1, 0.6, 0.6, 0.5, 0.9)).go()
+    assert (ended.steps_done, ended.saved, ended.stop_request.in_hand) == (3, [1, 3], "")
+    said = "ended after step 3 of 7: heldout has had no new best for 2 validations; --resume with a larger"
+    assert said in capsys.readouterr().out
+    again = counting(settings).go()
+    assert (again.steps_done, again.saved) == (3, []) and said in capsys.readouterr().out
+    more = replace(settings, validation=ValidationConfig(patience=3))
+    assert counting(more, (0.4, 0.7, 0.2, 0.3)).go().steps_done == 4, "three in a row, of which two came before"
+
+
+@pytest.mark.parametrize(("metric", "best"), [("heldout", "step_2"), ("heldout_pass_at_2", "step_3")])
+def test_the_best_checkpoint_is_by_the_named_metric_and_another_name_finds_its_own(counting, tmp_path, metric, best):
+    """Checkpoints have every metric of the held-out rows, so that a resumed run may go by another."""
+    run = counting(replace(config(tmp_path, eval_every=1, save_every=1, keep_newest=0), steps=3))
+    scores = iter([(0.1, 0.1), (0.2, 0.1), (0.5, 0.2), (0.4, 0.3)])
+    run.evaluate = lambda: dict(zip(("heldout", "heldout_pass_at_2"), next(scores)))
+    run.go()
+    assert run.folder.find_best(Score(metric, +1))[0].name == best
+
+
+def test_the_step_line_shows_the_metric_that_a_checkpoint_is_the_best_by(counting, tmp_path, capsys):
+    run = counting(replace(config(tmp_path), steps=1))
+    run.score, run.evaluate = Score("heldout/aime", +1), lambda: {"heldout": 0.25, "heldout/aime": 0.75}
+    run.go()
+    assert re.search(r"step +0/1 .*heldout +0\.750", capsys.readouterr().out)
+
+
+class Killed(BaseException):
+    """The end of a program that could say nothing."""
+
+
+def test_a_run_killed_in_a_validation_goes_on_and_has_the_table_of_each_once(counting, tmp_path):
+    """At step 3, whose table is written and whose line and checkpoint are not."""
+    settings, scores = config(tmp_path, resume=True, eval_every=1, save_every=1, keep_newest=0), (0.1, 0.2, 0.3, 0.4)
+
+    def validate(run, is_killed: bool):
+        def evaluate():
+            run.log.validation(run.steps_done, [{"set": "", "source": "", "rows": 1, "greedy": scores[run.steps_done]}])
+            if is_killed and run.steps_done == 3:
+                raise Killed
+            return {"heldout": scores[run.steps_done]}
+
+        return evaluate
+
+    run = counting(replace(settings, steps=3))
+    run.evaluate = validate(run, True)
+    with pytest.raises(Killed):
+        run.go()
+    again = counting(replace(settings, steps=3))
+    again.evaluate = validate(again, False)
+    again.go()
+    tables = [json.loads(line) for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["table"][0]["greedy"]) for line in tables] == list(enumerate(scores))
+    assert [line["heldout"] for line in read_metrics(tmp_path / "run")] == list(scores)

@@ -25,7 +25,10 @@ def make_config(folder: Path) -> SftRecipeConfig:
     config = shrink_supervised(replace(DEFAULT, run_dir=str(folder / "sft"), data=data))
     optimizer = replace(config.actor.optimizer, lr=1e-2, lr_warmup_steps=0, lr_scheduler="constant")
     actor = replace(config.actor, optimizer=optimizer)
-    return replace(config, actor=actor, steps=3, checkpoint=CheckpointConfig(save_every=1), eval_every=1)
+    half = folder / "half.jsonl"
+    half.write_text("".join(Path(config.data.heldout).read_text().splitlines(keepends=True)[::2]))
+    data = replace(config.data, heldout_sets={"half": str(half)})
+    return replace(config, actor=actor, data=data, steps=3, checkpoint=CheckpointConfig(save_every=1), eval_every=1)
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def finished(cluster, tmp_path_factory) -> SftRecipeConfig:
     return config
 
 
-def heldout_loss(model: str, config: SftConfig) -> float:
+def heldout_loss(model: str, config: SftConfig, name: str = "") -> float:
     """Mean over the answers' tokens, their ends included: transformers' own loss of labels, a row at a time, from text.
 
     This is the second oracle of the loss: no batch, mask or reference of ours has a part in it.
@@ -58,7 +61,7 @@ def heldout_loss(model: str, config: SftConfig) -> float:
 
     tokenizer, model = load_tokenizer(config.model), AutoModelForCausalLM.from_pretrained(model)
     total, count = 0.0, 0
-    for line in Path(config.data.heldout).open():
+    for line in Path(config.data.heldouts[name]).open():
         row = json.loads(line)
         messages = [{"role": "user", "content": f"{row['question']}\n\n{config.data.instruction}"}]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -78,7 +81,10 @@ def test_the_loss_is_huggingfaces_and_falls(finished):
     assert lines[0]["heldout_loss"] == pytest.approx(heldout_loss(config.model, config), abs=1e-5)
     assert lines[-1]["heldout_loss"] == pytest.approx(heldout_loss(f"{run}/checkpoints/step_3/hf", config), abs=1e-5)
     assert lines[-1]["heldout_loss"] < 0.95 * lines[0]["heldout_loss"]
-    assert (run / "report.html").stat().st_size > 10**6
+    assert (run / "report.html").stat().st_size < 10**6 < (run / "plotly.min.js").stat().st_size
+    assert all(line["flops_per_second"] > 0 and line["memory_gb"] > 0.2 for line in lines[1:])
+    half = heldout_loss(f"{run}/checkpoints/step_3/hf", config, "half")
+    assert lines[-1]["heldout/half_loss"] == pytest.approx(half, abs=1e-5) != lines[-1]["heldout_loss"]
 
 
 def test_a_resumed_run_is_the_unbroken_one(finished, tmp_path, capsys):

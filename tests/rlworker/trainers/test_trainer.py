@@ -22,10 +22,12 @@ from rlworker.config.run import RunConfig
 from rlworker.config.sections import (
     CheckpointConfig,
     CriticConfig,
+    CurriculumConfig,
     DataConfig,
     LimitsConfig,
     PlacementConfig,
 )
+from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import pick_rows
 from rlworker.environments.reward import exact_match
 from rlworker.tracking.log import read_metrics
@@ -74,7 +76,8 @@ def make_config(make_hf_model, data, run_dir, tied, family="qwen2", **changes) -
 
 
 def without_time(line: dict) -> dict:
-    return {k: v for k, v in line.items() if not k.startswith("time") and k != "tokens_per_second"}
+    measured = ("time", "tokens_per_second", "flops_per_second", "memory_gb", "rollout_memory_gb")
+    return {k: v for k, v in line.items() if not k.startswith(measured)}
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +210,29 @@ def test_every_step_samples_from_the_weights_before_it(finished):
     assert all(0 <= line["clip_fraction"] <= 1 and line["entropy"] > 0 for line in lines[1:])
 
 
+def test_a_checkpoint_is_evaluated_without_trainers_to_the_rewards_of_its_run(finished, tmp_path, capsys):
+    """By the HuggingFace folder that was saved, where the run had weights that were sent. Two sets of the same rows are
+    answered alike greedily and sampled by numbers of their own; another evaluation repeats every number."""
+    from rlworker.trainers.launch import launch
+
+    config, sampled = finished[0], ValidationConfig(samples=4, temperature=0.7, right_from=0.5)
+    data = replace(config.data, train="", heldout_sets={"again": config.data.heldout})
+    own = dict(model=f"{config.run_dir}/checkpoints/step_4", run_dir=str(tmp_path), data=data, validation=sampled)
+    asked = replace(config, evaluate=True, **own)
+    first, second = (launch(asked, digits_reward) for _ in range(2))
+    assert first == second and "trainer ranks" not in capsys.readouterr().out
+    assert first["heldout"] == first["heldout/again"] == read_metrics(Path(config.run_dir))[-1]["heldout"]
+    assert 0 < first["heldout_pass_at_1"] < first["heldout_pass_at_4"] <= 1
+    assert first["heldout_mean_at_4"] != first["heldout/again_mean_at_4"]
+    assert sorted(path.name for path in (tmp_path / "evaluations").iterdir()) == ["step_4", "step_4.1"]
+    written = json.loads((tmp_path / "evaluations" / "step_4" / "validation.json").read_text())
+    assert written["metrics"] == first and written["provenance"]["platform"] == "cpu (executed)"
+    lines = [json.loads(line) for line in (tmp_path / "evaluations" / "step_4" / "samples.jsonl").open()]
+    assert len(lines) == 2 * 40 * 5 and [line["drawn"] for line in lines[:6]] == ["greedy", *["sampled"] * 4, "greedy"]
+    greedy = [line["reward"] for line in lines if line["set"] == "" and line["drawn"] == "greedy"]
+    assert sum(greedy) / len(greedy) == first["heldout"]
+
+
 def test_past_the_limit_the_run_stops_and_says_why(finished):
     assert "step 5: rollout and trainer disagree" in finished[1]["limit"]
     assert "limits 1.0e-12 and" in finished[1]["limit"] and "--limits.logprob-diff-mean" in finished[1]["limit"]
@@ -271,7 +297,17 @@ def test_the_run_folder_is_whole(finished):
     assert samples and all(s["reward"] == digits_reward(s["completion"], None) for s in samples)
     report = (folder / "report.html").read_text()
     assert "start rollouts" in report and "Of a step" in report and samples[0]["prompt"] in report
-    assert report.count('class="plotly-graph-div"') == 6
+    assert report.count("<figure>") == 12 and (folder / "plotly.min.js").stat().st_size > 10**6
+    assert "qwen2, 4 layers, " in report and "<th>actor.ranks</th><td>2</td>" in report
+
+
+def test_rates_and_memory_are_measured(finished):
+    """A million weights and a hundred tokens are a billion operations; a process holds torch and Megatron at least."""
+    for line in read_metrics(Path(finished[0].run_dir))[1:]:
+        assert 1e5 < line["flops_per_second"] < 1e12
+        assert 0.2 < line["memory_gb"] < 8 and 0.2 < line["rollout_memory_gb"] < 16
+        lengths = [line[f"completion_tokens_{name}"] for name in ("p10", "p50", "p90", "max")]
+        assert lengths == sorted(lengths) and lengths[0] >= 1 and lengths[-1] <= 4
 
 
 def test_the_saved_model_is_the_trained_one(finished, make_hf_model):
@@ -295,8 +331,9 @@ def agreement(run: Path, measured) -> list[dict]:
 
 def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, capsys, measured):
     """An untied model over TP2 in bshd; a critic in the actor's processes and a reference in its own, two optimizer
-    steps per rollout, with centered scores; the critic learns alone first. Cut off after step 2 and resumed, the last
-    steps are the same, though the host now holds the reference and half of the optimizers."""
+    steps per rollout, with centered scores; the critic learns alone first; prompts of two sources in buckets of their
+    pass rates. Cut off after step 2 and resumed, the last steps are the same, though the host now holds the reference
+    and half of the optimizers."""
     from transformers import AutoModelForTokenClassification
 
     optimizer = replace(OPTIMIZER, lr=4e-4, lr_scheduler="linear")
@@ -309,6 +346,9 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2, score_centering=8),
         critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
         placement=PlacementConfig(("reference",)),
+        curriculum=CurriculumConfig(
+            {data.heldout: 1.0}, buckets={0.5: 1.0, 1: 2.0}, pass_rates=(0.2, 1.0), pass_reward=0.5
+        ),
     )
     with trainer_of(config, digits_reward) as trainer:
         trainers = [name for name in trainer.name_workers() if "rank" in name]
@@ -317,6 +357,7 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     lines = agreement(tmp_path / "run", measured)
     assert "grad_norm" not in lines[0] and all(line["critic_grad_norm"] > 0 for line in lines)
     assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-5), "its head starts at zero"
+    assert {line["curriculum/heldout/share"] for line in lines} == {0.5} and lines[-1]["curriculum/seen"] > 0.1
     assert 0 < lines[1]["kl"] < lines[2]["kl"], "the policy starts at the reference and leaves it"
     assert all(0.1 < line["top_mass"] < 1 for line in lines[1:]), "the likeliest 8 tokens, not all"
     assert lines[1]["ratio_max"] > 1.0001, "the second mini-batch is off the policy that sampled it"
@@ -337,6 +378,8 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert "s  step 2 is restored\n" in capsys.readouterr().out
     want, got = ([without_time(line) for line in read_metrics(tmp_path / run)] for run in ("run", "again"))
     assert got == want
+    drawn = [(tmp_path / run / "prompts.jsonl").read_text() for run in ("run", "again")]
+    assert drawn[0] == drawn[1] and drawn[0].count("\n") == 4
 
 
 @pytest.mark.large
@@ -355,7 +398,7 @@ def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, ca
     config = make_config(make_hf_model, data, tmp_path / "run", tied=True, family="llama", actor=actor, steps=2)
     with trainer_of(config, fragile) as trainer:
         trainer.fit()
-        answers = [row.answer for row in trainer.heldout]
+        answers = [row.answer for row in trainer.heldout[""]]
         taken = pick_rows(trainer.rows, 8, 0, config.seed)
     assert "WARNING after 0 steps: " in capsys.readouterr().out
     said = (tmp_path / "run" / "environment.log").read_text()

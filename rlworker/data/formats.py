@@ -1,0 +1,95 @@
+"""Rows of other projects read as this project's: verl's, and TRL's of a prompt and its completion."""
+
+import json
+import reprlib
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
+
+from rlworker.config.sections import DataConfig
+from rlworker.data.sources import iterate_rows
+
+REWARD_MODEL, TRUTH, COMPLETION = "reward_model", "ground_truth", "completion"
+"""Fields of verl's rows, and of TRL's."""
+_PREFERENCES = ("chosen", "rejected", "label")
+"""Fields of TRL's rows by which answers are compared."""
+
+Format = Literal["own", "verl", "trl"]
+
+
+def find_format(fields: Collection[str], data: DataConfig) -> Format:
+    """Find the format of rows by the fields of the first: this project's has the answer in a field of its own.
+
+    Where ``data.format`` names another, that is it.
+    """
+    if data.format != "auto":
+        return data.format
+    if data.answer_field in fields:
+        return "own"
+    if REWARD_MODEL in fields:
+        return "verl"
+    return "trl" if COMPLETION in fields or {"chosen", "rejected"} <= {*fields} else "own"
+
+
+def iterate_formatted(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
+    """Iterate over the rows of a source as ``(place, row)``, an answer in ``data.answer_field`` of each whatever their
+    format. All other fields stay.
+
+    Raises:
+        ValueError: as ``iterate_rows``, or a row has no answer where its format has it; by place and field.
+    """
+    kind = None
+    for where, source in iterate_rows(path):
+        kind = kind or find_format(source, data)
+        if kind == "verl":
+            source = source | {data.answer_field: _read_truth(where, source)}
+        elif kind == "trl":
+            source = source | {data.answer_field: _read_completion(where, source, data)}
+        yield where, source
+
+
+def _read_truth(where: str, source: dict) -> str:
+    """Read ``reward_model.ground_truth`` of a row of verl's as text; what is neither text nor a number as JSON's."""
+    model = source.get(REWARD_MODEL)
+    if not isinstance(model, dict) or model.get(TRUTH) is None:
+        got = f"has {', '.join(model)}" if isinstance(model, dict) else f"is {reprlib.repr(model)}"
+        raise ValueError(
+            f'{where}: field "{REWARD_MODEL}" {got}, expected {{"{TRUTH}": ...}} as in verl\'s rows; give it, or name '
+            "the field of the answer with --data.answer-field"
+        )
+    return _spell(model[TRUTH])
+
+
+def _read_completion(where: str, source: dict, data: DataConfig) -> str:
+    """Read the answer of a row of TRL's: its own field, the completion or its last message; empty where it has a prompt
+    alone."""
+    check_type(where, source)
+    if (answer := source.get(data.answer_field)) is not None:
+        return _spell(answer)
+    completion = source.get(COMPLETION, "")
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        completion = completion[-1].get("content")
+    if not isinstance(completion, str):
+        raise ValueError(
+            f'{where}: field "{COMPLETION}" must be text or a list of messages, the last with text for its content, '
+            f"got {reprlib.repr(source.get(COMPLETION))}"
+        )
+    return completion
+
+
+def check_type(where: str, source: dict) -> None:
+    """Raise ValueError for a row of TRL's whose type nothing here learns from: a preference, or text alone."""
+    found = [name for name in _PREFERENCES if source.get(name) is not None]
+    if "chosen" in found or "rejected" in found or (found and isinstance(source.get(COMPLETION), str | list)):
+        raise ValueError(
+            f'{where}: field "{found[0]}" makes it a row of preferences, which no algorithm here learns from; give '
+            "rows of prompt and completion, or of messages, or leave the field out"
+        )
+    if "text" in source and not {"prompt", "messages"} & source.keys():
+        raise ValueError(
+            f'{where}: field "text" alone does not say which part is learned; give rows of prompt and completion, or '
+            "of messages"
+        )
+
+
+def _spell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

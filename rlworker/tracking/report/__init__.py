@@ -1,0 +1,1 @@
+"""Pages that show runs: ``report.html`` of one, and a comparison of several."""

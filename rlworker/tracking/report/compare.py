@@ -1,0 +1,110 @@
+"""compare.html: settings that differ between runs, their curves in one plot, their samples side by side."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlworker.tracking.log import name_samples
+from rlworker.tracking.report.curves import choose_curves, make_plots
+from rlworker.tracking.report.page import write_page
+from rlworker.tracking.report.record import RunRecord, read_run
+from rlworker.tracking.report.samples import list_sampled_steps, show_sample
+from rlworker.tracking.report.tables import describe_origin, tabulate_scores
+
+_MOST_STEPS = 3
+"""Steps of which samples are shown: the first and the last that all runs have."""
+_MOST_SAMPLES = 5
+"""Samples that are shown of a step."""
+Table = list[tuple[str, list[str]]]
+"""Rows of a name and the value of each run."""
+
+
+def write_comparison(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Compare runs on a page and return its path.
+
+    Args:
+        output: file of the page; None takes ``compare.html`` in the folder of the first run.
+
+    Raises:
+        ValueError: fewer than two runs are named, a folder holds no run, or plotly is not installed.
+    """
+    if len(folders) < 2:
+        raise ValueError(
+            f"compare: {len(folders)} run is named, expected two or more; name further run folders, or draw one by "
+            "rlworker report"
+        )
+    runs = dict(zip(_name_runs(folders), map(read_run, folders), strict=True))
+    records = list(runs.values())
+    curves, at_rest = choose_curves(records)
+    return write_page(
+        output or folders[0] / "compare.html",
+        "compare.html.j2",
+        f"rlworker compare {' '.join(map(str, folders))}",
+        data=make_plots(runs, curves),
+        names=list(runs),
+        origin=_tabulate(records, describe_origin, differing=True),
+        settings=tabulate_differences(records),
+        results=_tabulate(records, list_results, differing=False),
+        at_rest=at_rest,
+        samples=pair_samples(folders, min(run.last_step for run in records)),
+    )
+
+
+def _name_runs(folders: Sequence[Path]) -> list[str]:
+    """Name runs by their folders, with the path to them where the names alone are not unique."""
+    names = [folder.absolute().name for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    paths = [str(folder) for folder in folders]
+    return [f"{path} ({place})" if paths.count(path) > 1 else path for place, path in enumerate(paths, 1)]
+
+
+def list_results(run: RunRecord) -> dict[str, float | str]:
+    """List how far a run came, and its scores of held-out rows at both ends and at their best."""
+    ends = {axis: round(places[-1]) for axis, places in run.measure_axes().items() if places}
+    results: dict[str, float | str] = {"steps" if axis == "step" else axis: end for axis, end in ends.items()}
+    if rewards := [line["reward"] for line in run.lines if "reward" in line]:
+        results["reward of the last step"] = rewards[-1]
+    for name, (before, after, best, step) in tabulate_scores(run).items():
+        results[name] = f"{before:.4g} to {after:.4g}, best {best:.4g} at step {step}"
+    return results
+
+
+def tabulate_differences(runs: Sequence[RunRecord]) -> Table:
+    """Tabulate the settings that are not the same in all runs; one that a run lacks is ``-``."""
+    return _tabulate(runs, lambda run: run.list_settings(), differing=True)
+
+
+def _tabulate(runs: Sequence[RunRecord], list_values: Callable[[RunRecord], dict], differing: bool) -> Table:
+    columns = [{name: _spell(value) for name, value in list_values(run).items()} for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, [column.get(name, "-") for column in columns]) for name in names]
+    return [(name, values) for name, values in rows if not differing or len(set(values)) > 1]
+
+
+def _spell(value) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def pair_samples(folders: Sequence[Path], last: int) -> list[dict]:
+    """Pair the samples of steps up to ``last`` that all runs have kept: those of one prompt, where runs have prompts in
+    common, else those of one place.
+
+    Returns:
+        of each step its number and rows, each of a prompt (empty where they differ) and the sample of each run.
+    """
+    common = set.intersection(*(set(list_sampled_steps(folder)) for folder in folders))
+    numbers = sorted(number for number in common if number <= last)
+    steps = []
+    for number in dict.fromkeys([*numbers[:1], *numbers[1:][1 - _MOST_STEPS :]]):
+        files = [name_samples(folder, number) for folder in folders]
+        of_runs = [[json.loads(line) for line in file.open(encoding="utf-8")] for file in files]
+        by_prompt = [{sample["prompt"]: sample for sample in reversed(samples)} for samples in of_runs]
+        prompts = [prompt for prompt in by_prompt[0] if all(prompt in samples for samples in by_prompt)][::-1]
+        rows = [(prompt, [samples[prompt] for samples in by_prompt]) for prompt in prompts]
+        rows = (rows or [("", list(row)) for row in zip(*of_runs)])[:_MOST_SAMPLES]
+        shown = [{"prompt": prompt, "samples": list(map(show_sample, samples))} for prompt, samples in rows]
+        steps.append({"number": number, "rows": shown})
+    return steps

@@ -1,0 +1,94 @@
+"""report.html: settings, curves, times and samples of a run; the library that draws its curves lies beside it."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from rlworker.tracking.log import make_cells
+from rlworker.tracking.report.curves import choose_curves, make_plots
+from rlworker.tracking.report.record import read_outages, read_run, read_validations
+from rlworker.tracking.report.samples import read_samples
+from rlworker.tracking.report.tables import (
+    describe_origin,
+    summarise_run,
+    tabulate_later_starts,
+    tabulate_phases,
+    tabulate_scores,
+    tabulate_start,
+)
+from rlworker.tracking.step_lines import write_whole
+
+LIBRARY = "plotly.min.js"
+"""The library that draws curves, once in a folder of pages."""
+
+
+def format_report(folder: Path) -> str:
+    """Draw the report and return a text with its path, or without plotly the package to install: the run goes on."""
+    return _find_missing_package(f"rlworker report {folder}") or f"report: {write_report(folder)}"
+
+
+def write_report(folder: Path) -> Path:
+    """Draw a run folder's metrics and samples into ``report.html`` and return its path.
+
+    Raises:
+        ValueError: the folder holds no run, or plotly is not installed.
+    """
+    run, outages = read_run(folder), read_outages(folder)
+    curves, at_rest = choose_curves([run])
+    summary = folder / "summary.json"
+    return write_page(
+        folder / "report.html",
+        "report.html.j2",
+        f"rlworker report {folder}",
+        data=make_plots({folder.name: run}, curves),
+        name=folder.name,
+        summary=summarise_run(run, len(outages)) | (json.loads(summary.read_text()) if summary.is_file() else {}),
+        scores=tabulate_scores(run),
+        validations=[(step, make_cells(table)) for step, table in read_validations(folder)],
+        origin=describe_origin(run),
+        later_starts=tabulate_later_starts(run),
+        own_settings=run.list_own_settings(),
+        at_rest=at_rest,
+        phases=tabulate_phases(run.steps),
+        start=tabulate_start(run.lines),
+        samples=read_samples(folder, run.last_step),
+        outages=outages,
+        config=json.dumps(run.stored, indent=2),
+    )
+
+
+def write_page(path: Path, template: str, again: str, *, data: dict, **parts: Any) -> Path:
+    """Write a page of plots, and beside it the library that draws them; returns its path.
+
+    Args:
+        template: file of this folder. again: the command that writes the page. data: of ``make_plots``.
+        parts: further variables of the template.
+
+    Raises:
+        ValueError: plotly is not installed.
+    """
+    if missing := _find_missing_package(again):
+        raise ValueError(missing)
+    _write_library(path.with_name(LIBRARY))
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # a script ends at </
+    templates = Environment(loader=PackageLoader("rlworker.tracking.report", "."), autoescape=True)
+    html = templates.get_template(template).render(data=packed, library=LIBRARY, plots=data["plots"], **parts)
+    # Samples may have halves of surrogates.
+    write_whole(path, html.encode("utf-8", "xmlcharrefreplace").decode())
+    return path
+
+
+def _write_library(path: Path) -> None:
+    if not path.is_file():
+        from plotly.offline import get_plotlyjs  # it takes a fifth of a second, once in a folder
+
+        write_whole(path, get_plotlyjs())
+
+
+def _find_missing_package(again: str) -> str:
+    if find_spec("plotly"):
+        return ""
+    return f"report: plotly, which draws it, is not installed; pip install plotly, then: {again}"

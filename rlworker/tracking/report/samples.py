@@ -1,0 +1,107 @@
+"""Samples of a run for its pages: a few of some steps, whose texts and images take a limited number of bytes."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from rlworker.tracking.log import name_samples
+
+_MOST_BYTES = 500_000
+"""Bytes of all samples of a page."""
+_MOST_CHARACTERS = 4000
+"""Characters of a text; of a longer one the middle is left out."""
+_ROW_BYTES = 300
+"""Bytes of a row of the page beside its texts, at most."""
+_THUMBNAIL = 160
+"""Pixels of a shown image's longer side."""
+
+
+def read_samples(folder: Path, last: int, most: int = _MOST_BYTES) -> list[dict]:
+    """Read the kept samples of the first and last steps up to ``last``: those of one turn, and episodes turn by turn.
+
+    A run that has gone back to a checkpoint may have files of later steps, which it has not come to again. The first
+    sample of each step is taken before the second of any, until they take ``most`` bytes.
+
+    Returns:
+        of each step its number, ``completions``, ``episodes``, and the number of its samples that are left out.
+    """
+    numbers = [number for number in list_sampled_steps(folder) if number <= last]
+    numbers = numbers if len(numbers) <= 6 else [*numbers[:2], *numbers[-4:]]
+    files = {number: name_samples(folder, number) for number in numbers}
+    queues = {number: file.read_text("utf-8").splitlines() for number, file in files.items()}
+    taken: dict[int, list[dict]] = {number: [] for number in numbers}
+    for place in range(max(map(len, queues.values()), default=0)):
+        for number in (number for number, queue in queues.items() if place < len(queue)):
+            sample = show_sample(json.loads(queues[number][place]))
+            if (most := most - _count_bytes(sample)) > 0:
+                taken[number].append(sample)
+    return [
+        {
+            "number": number,
+            "completions": [sample for sample in samples if not sample["turns"]],
+            "episodes": [sample for sample in samples if sample["turns"]],
+            "left_out": len(queues[number]) - len(samples),
+        }
+        for number, samples in taken.items()
+    ]
+
+
+def list_sampled_steps(folder: Path) -> list[int]:
+    """List the steps of which a run folder has samples."""
+    return sorted(int(file.stem.removeprefix("step_")) for file in (folder / "rollouts").glob("step_*.jsonl"))
+
+
+def show_sample(sample: dict) -> dict:
+    """Return a sample with its texts cut, and its images and those of its turns as thumbnails."""
+    turns = [turn | {"thumbnails": make_thumbnails(turn.get("images", ()))} for turn in sample.get("turns", ())]
+    turns = [turn | {"text": cut_text(turn["text"])} for turn in turns]
+    images = () if turns else sample.get("images", ())  # an episode shows them in the turns that they came in
+    texts = {name: cut_text(sample[name]) for name in ("prompt", "completion", "answer") if name in sample}
+    return sample | texts | {"thumbnails": make_thumbnails(images), "turns": turns}
+
+
+def cut_text(text: str) -> str:
+    """Leave out the middle of a long text, and say how much it was."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    head, tail = 3 * _MOST_CHARACTERS // 4, _MOST_CHARACTERS // 4
+    return f"{text[:head]} [... {len(text) - head - tail} characters are left out ...] {text[-tail:]}"
+
+
+def _count_bytes(sample: dict) -> int:
+    """Count the bytes that a sample takes in the page."""
+    rows = sample["turns"] or [{"text": sample.get("prompt", "") + sample.get("completion", "")} | sample]
+    texts = sum(len(escape(row["text"]).encode("utf-8", "xmlcharrefreplace")) for row in rows)
+    images = sum(len(data) + 2 * len(path) for row in rows for path, data in row["thumbnails"])
+    return texts + images + _ROW_BYTES * (len(rows) + 1) + len(sample.get("answer", ""))
+
+
+def make_thumbnails(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Pair each path with its image as data, which is empty where the file is gone."""
+    if not paths:
+        return []
+    from PIL import Image as PILImage  # runs without images load neither
+
+    from engines.images.decoding import DECODING_ERRORS, convert_to_rgb
+
+    thumbnails = []
+    for path in paths:
+        try:
+            with PILImage.open(path) as image:
+                small = convert_to_rgb(image)
+                small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+                encoded = {kind: _encode(small, kind) for kind in ("png", "jpeg")}
+            kind = min(encoded, key=lambda kind: len(encoded[kind]))  # of drawings PNG is smaller, of photographs JPEG
+            thumbnails.append((path, f"data:image/{kind};base64,{base64.b64encode(encoded[kind]).decode()}"))
+        except DECODING_ERRORS:
+            thumbnails.append((path, ""))
+    return thumbnails
+
+
+def _encode(image, kind: str) -> bytes:
+    data = io.BytesIO()
+    image.save(data, kind.upper())
+    return data.getvalue()

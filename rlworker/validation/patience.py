@@ -1,0 +1,25 @@
+"""The early stop of a run whose validations find no new best."""
+
+from collections.abc import Mapping, Sequence
+
+from rlworker.config.validation import ValidationConfig
+from rlworker.tracking.run_folder import Score
+
+
+def has_stalled(lines: Sequence[Mapping[str, float]], score: Score, settings: ValidationConfig) -> bool:
+    """Tell whether the last validations, as many as the patience, have found no new best; a patience of 0 never ends.
+
+    Args:
+        lines: metrics of each step until now.
+    """
+    values = [score.sign * line[score.name] for line in lines if score.name in line]
+    best = max(range(len(values)), key=values.__getitem__, default=0)  # of equals the first
+    return 0 < settings.patience < len(values) - best
+
+
+def describe_stall(score: Score, settings: ValidationConfig) -> str:
+    """Say why a run has ended, and how it goes on."""
+    return (
+        f"{score.name} has had no new best for {settings.patience} validations; --resume with a larger "
+        "--validation.patience goes on"
+    )
