@@ -162,6 +162,22 @@ def _adam(_: Runtime | None) -> Undo:
     )
 
 
+def _lone_rank(_: Runtime) -> Undo:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    def unless_in_place(collective):
+        @functools.wraps(collective)
+        def run(output, input, *args, group, **kwargs):
+            if group.size() == 1 and output.is_set_to(input):
+                return None
+            return collective(output, input, *args, group=group, **kwargs)
+
+        return run
+
+    names = ("dist_reduce_scatter_func", "dist_all_gather_func")
+    return _together(*(_replace(buffers, name, unless_in_place(getattr(buffers, name))) for name in names))
+
+
 def import_megatron(with_compile: bool) -> None:
     """Import megatron-core without the tracker of its inference engine, and with ``torch.compile`` or the identity.
 
@@ -229,6 +245,12 @@ SHIMS = (
         "by itself, before it adds them up there",
         _gradient_norm,
         on_cuda=True,
+    ),
+    Shim(
+        "lone_rank",
+        "over a group of one rank, gloo copies all gradients to sum them and all weights to gather them, where NCCL "
+        "leaves a buffer that is its own shard as it is",
+        _lone_rank,
     ),
 )
 

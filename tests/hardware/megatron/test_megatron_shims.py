@@ -1,6 +1,7 @@
 """Each shim is taken back alone: what then fails is the proof that it is still needed."""
 
 import pytest
+import torch
 from support.ranks.engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process
 from support.ranks.pool import Ranks, draw_address
 
@@ -111,7 +112,6 @@ def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks)
 
     def draw(rank, world, address):
         start_process(rank)
-        import torch
         from megatron.core import parallel_state as mpu
         from megatron.core import tensor_parallel
 
@@ -138,3 +138,64 @@ def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks)
     assert gradient.tolist() == (2.0 * inside.float() + 2.0 * outside.float()).tolist()
     assert not inside.equal(second[0]), "inside the fork each tensor-parallel rank has its own stream"
     assert outside.equal(second[1]), "outside it all ranks share one"
+
+
+def step_watched(rank, world, address, folder):
+    """Collectives over a buffer's shards in an optimizer step, its gradient norm and the weights that it leaves."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = set()
+
+    class Collectives(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            names.add(operator.name())
+            return operator(*args, **kwargs or {})
+
+    engine = build_engine(rank, world, address, folder, {})
+    _, shard = plan(engine, make_batch())
+    with Collectives():
+        norm = engine.train_step(shard, probe_loss, 10.0).grad_norm
+    weights = torch.cat([weight.flatten() for _, weight in engine.export_weights()])
+    return {name for name in names if name.startswith("c10d::") and "coalesced" in name}, norm, weights
+
+
+def test_a_lone_rank_neither_sums_nor_gathers_buffers(one_rank, make_hf_model):
+    """Without the shim the same numbers take two collectives, which copy: else megatron no longer needs it."""
+
+    def step_both_ways(*case):
+        start_process(case[0])
+        from hardware.megatron.shims import SHIMS
+
+        with_shim = step_watched(*case)
+        again = taken_back(next(s for s in SHIMS if s.name == "lone_rank"))
+        try:
+            return with_shim, step_watched(*case)
+        finally:
+            again()
+
+    found = one_rank.run(step_both_ways, draw_address(), make_hf_model("qwen2", False))[0]
+    (names, norm, weights), (names_without, norm_without, weights_without) = found
+    assert names_without == {"c10d::reduce_scatter_tensor_coalesced_", "c10d::allgather_into_tensor_coalesced_"}
+    assert not names and norm == norm_without > 0 and weights.equal(weights_without)
+
+
+@pytest.mark.parametrize(("size", "total"), [("one", 1), ("DP2", 3)])
+def test_shards_are_summed_and_gathered_in_place_and_apart(pool_of, size, total):
+    def reduce_and_gather(rank, world, address):
+        start_process(rank)
+        from megatron.core.distributed import param_and_grad_buffer as buffers
+
+        group = join_group(rank, world, address)
+        buffer = lambda: torch.arange(1.0, 5) * (rank + 1)  # noqa: E731
+        in_place, apart, weights, copies = buffer(), torch.zeros(4 // world), buffer(), torch.zeros(4)
+        mine = [buffers.shard_buffer(whole, world)[rank] for whole in (in_place, weights)]
+        buffers.dist_reduce_scatter_func(mine[0], in_place, group=group)
+        buffers.dist_reduce_scatter_func(apart, buffer(), group=group)
+        buffers.dist_all_gather_func(weights, mine[1], group=group)
+        buffers.dist_all_gather_func(copies, mine[1], group=group)
+        return [x.tolist() for x in (mine[0], apart, weights, copies)]
+
+    ranks = pool_of(size).run(reduce_and_gather, draw_address())
+    sums, gathered = [total, 2 * total, 3 * total, 4 * total], [1, 2, 3 * len(ranks), 4 * len(ranks)]
+    for rank, shard in zip(ranks, [sums] if len(ranks) == 1 else [sums[:2], sums[2:]]):
+        assert rank[0] == rank[1] == shard and rank[2] == rank[3] == gathered
