@@ -19,8 +19,8 @@ from hardware.transfer import to_device
 class Group:
     """Sequences that one SDPA call attends: ``rows`` sequences of ``queries`` slots, each seeing ``keys`` slots.
 
-    ``masks`` maps a rule to the ``[rows or 1, 1, queries, keys]`` bool mask (True = may see); None in its place means
-    that the kernel's own causal rule is equivalent.
+    ``masks`` maps a rule to the ``[rows or 1, 1, queries, keys]`` mask that is added to scores, 0 or minus infinity;
+    None in its place means that the kernel's own causal rule is equivalent.
     """
 
     rows: int
@@ -50,25 +50,31 @@ class GroupedPlan:
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
     """Build the inputs of ``attend_groups``, for rules that the capability table lets through."""
     plan = _plan_bshd if spec.kind == "bshd" else _plan_thd
-    return AttentionInputs.build(spec, rotary, plan(spec, rotary[0].device))
+    return AttentionInputs.build(spec, rotary, plan(spec, rotary[0]))
 
 
-def _group(spec: MaskSpec, members: np.ndarray, own: int, device: torch.device, begin: int = 0) -> Group:
-    """The group of these sequences, each of ``own`` slots over all context-parallel ranks behind ``begin`` tokens."""
+def _group(spec: MaskSpec, members: np.ndarray, own: int, like: Tensor, begin: int = 0) -> Group:
+    """The group of these sequences, each of ``own`` slots over all context-parallel ranks behind ``begin`` tokens; its
+    masks have the type and the device of ``like``."""
     query, keys = begin + list_zigzag_positions(own, spec.cp, spec.cp_rank), begin + own
     masks = {rule: build_dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
-    masks = {rule: None if mask is None else to_device(mask, device) for rule, mask in masks.items()}
+    masks = {rule: None if mask is None else _make_bias(mask, like) for rule, mask in masks.items()}
     return Group(len(members), len(query), keys, masks)
 
 
-def _plan_bshd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
+def _make_bias(mask: Tensor, like: Tensor) -> Tensor:
+    """Make the bias of a bool mask. SDPA would make one of it in every layer, and keep each for the backward pass."""
+    return like.new_zeros(mask.shape).masked_fill_(~to_device(mask, like.device), -torch.inf)
+
+
+def _plan_bshd(spec: MaskSpec, like: Tensor) -> GroupedPlan:
     length = spec.padded[0]
-    group = _group(spec, np.arange(len(spec.padded)), length, device)
+    group = _group(spec, np.arange(len(spec.padded)), length, like)
     if spec.cp == 1:
         return GroupedPlan((group,))
     chunk = length // (2 * spec.cp)
     key_index = locate_gathered_keys(spec.cp, np.zeros(1, np.int64), chunk, np.arange(length), 2 * chunk)
-    return GroupedPlan((group,), key_index=to_device(key_index, device))
+    return GroupedPlan((group,), key_index=to_device(key_index, like.device))
 
 
 def _bucket(length: int, spec: MaskSpec) -> int:
@@ -82,32 +88,34 @@ def _bucket(length: int, spec: MaskSpec) -> int:
     return -(-length // step) * step
 
 
-def _plan_thd(spec: MaskSpec, device: torch.device) -> GroupedPlan:
+def _plan_thd(spec: MaskSpec, like: Tensor) -> GroupedPlan:
     padded = np.asarray(spec.padded, dtype=np.int64)
     local = padded // spec.cp  # [B]: slots of each sequence on a rank
     start = np.cumsum(local) - local  # [B]: first slot of each sequence on a rank
     slots = int(local.sum())
     # A sequence without tokens is all padding, and may be long: the rest of a pack of a fixed size.
     buckets = np.asarray([_bucket(n, spec) if length and n else 0 for n, length in zip(spec.padded, spec.lengths)])
-    groups, query_index, key_index, slot_row, base = [], [], [], np.zeros(slots, np.int64), 0
-    for size, begin in sorted({pair for pair in zip(buckets.tolist(), spec.begins.tolist()) if pair[0]}):
-        members = np.flatnonzero((buckets == size) & (spec.begins == begin))
+    groups, query_index, keys, slot_row, base = [], [], [], np.zeros(slots, np.int64), 0
+    for bucket, begin in sorted({pair for pair in zip(buckets.tolist(), spec.begins.tolist()) if pair[0]}):
+        members = np.flatnonzero((buckets == bucket) & (spec.begins == begin))
+        size = int(padded[members].max())
         width = size // spec.cp
-        # A sequence shorter than its bucket repeats its last slot; its masks keep the copies out of sight.
+        # A sequence shorter than the longest repeats its last slot; its masks keep the copies out of sight.
         within = np.minimum(np.arange(width), local[members, None] - 1)  # [rows, width]
         queries = start[members, None] + within  # [rows, width]: the slot of each query
         own = np.arange(width) < local[members, None]  # [rows, width] bool: not a copy
         # The output of a slot is its row among all groups end to end; copies are left out.
         slot_row[queries[own]] = base + np.arange(own.size).reshape(own.shape)[own]
         query_index.append(queries.ravel())
-        position = np.minimum(np.arange(begin + size), begin + padded[members, None] - 1)
-        key_index.append(spec.locate_keys(members[:, None], position).ravel())
-        groups.append(_group(spec, members, size, device, begin))
+        position = np.minimum(np.arange(begin + size), begin + padded[members, None] - 1)  # [rows, begin + size]
+        keys.append((np.repeat(members, begin + size), position.ravel()))
+        groups.append(_group(spec, members, size, like, begin))
         base += own.size
     flat = np.concatenate(query_index)
     if spec.cp == 1 and not spec.sharing and np.array_equal(flat, np.arange(slots)):
         return GroupedPlan(tuple(groups))
-    tensors = (to_device(x, device) for x in (flat, np.concatenate(key_index), slot_row))
+    key_index = spec.locate_keys(*(np.concatenate(column) for column in zip(*keys)))
+    tensors = (to_device(x, like.device) for x in (flat, key_index, slot_row))
     return GroupedPlan(tuple(groups), *tensors)
 
 
@@ -142,8 +150,8 @@ def _attend_thd(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, ru
     for group, q, k, v in zip(
         plan.groups, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
     ):
-        q, k, v = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
-        outs.append(_sdpa(q, k, v, group.masks[rule], scale).transpose(1, 2).flatten(0, 1).flatten(1))
+        q, k, v = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
+        outs.append(_sdpa(q, k, v, group.masks[rule], scale).transpose(1, 2).reshape(len(q) * group.queries, -1))
     out = torch.cat(outs)
     return out if plan.slot_row is None else out.index_select(0, plan.slot_row)
 
