@@ -225,6 +225,16 @@ def test_sequences_of_like_lengths_share_a_call():
     assert all(length <= keys < length * 9 / 8 for length, keys in zip(range(1, 257), sorted(taken)))
 
 
+@pytest.mark.parametrize(("cp", "groups"), [(1, [(3, 70)]), (2, [(2, 68), (1, 72)])])
+def test_a_call_is_as_wide_as_its_longest_sequence(one_rank, cp, groups):
+    """Over context-parallel ranks sequences of other lengths have other chunks, and a call of their own."""
+    lengths = (65, 70, 68)
+    assert [(group.rows, group.keys) for group in list_groups(Layout.build(lengths, "thd", cp=cp))] == groups
+    for rule in (CAUSAL, Rule(window=3)):
+        differences = one_rank.run(attend_all_ranks, "cpu", lengths, "thd", cp, (rule,), 1, 0)[0]
+        assert max(differences) <= 5e-6, differences
+
+
 def test_a_dense_mask_or_bias_is_refused(one_rank):
     def call(rank, world):
         start_process(rank)
