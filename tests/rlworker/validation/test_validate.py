@@ -26,8 +26,8 @@ class Answers(Engines):
     def sample(self, requests, stream):
         self.streams.append(stream)
         self.requests.append(list(requests))
-        greedy = requests[0].temperature == 0
-        count = sum(one.count for one in requests)
+        greedy = requests[0].sampling.temperature == 0
+        count = sum(one.sampling.count for one in requests)
         return Completions.join([make_sample(SAMPLES[0 if greedy else place % 4]) for place in range(count)])
 
 
@@ -93,7 +93,7 @@ def test_the_table_has_a_line_for_each_source_of_a_set_that_has_several():
 def test_samples_are_drawn_at_their_temperature_from_numbers_of_each_set():
     manager = make_manager(one_turn(contains), samples=4, temperature=0.7)
     validate(manager)
-    asked = [(requests[0].count, requests[0].temperature) for requests in manager.rollouts.requests]
+    asked = [(requests[0].sampling.count, requests[0].sampling.temperature) for requests in manager.rollouts.requests]
     assert asked == [(1, 0.0), (4, 0.7)] * 2
     assert manager.rollouts.streams[1] != manager.rollouts.streams[3], "else two sets would have equal noise"
     again = make_manager(one_turn(contains), samples=4, temperature=0.7)
@@ -107,7 +107,7 @@ def test_samples_are_drawn_at_their_temperature_from_numbers_of_each_set():
 def test_without_a_temperature_it_is_the_rollouts_and_without_samples_there_are_none():
     manager = make_manager(one_turn(contains), samples=2)
     validate(manager)
-    assert manager.rollouts.requests[1][0].temperature == 0.9
+    assert manager.rollouts.requests[1][0].sampling.temperature == 0.9
     plain = make_manager(one_turn(contains))
     assert set(validate(plain).metrics) == {"heldout", "heldout_failures", "heldout/aime", "heldout/aime_failures"}
     assert len(plain.rollouts.requests) == 2
