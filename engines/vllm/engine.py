@@ -154,10 +154,12 @@ class VllmEngine:
         self._empty_caches()
         self.seed(seed)
         # vLLM takes a prompt once for all of its completions; so do single requests that follow one another and are
-        # equal. Of greedy ones it refuses several completions.
+        # equal. Of greedy ones it refuses several completions, and a prompt has its score once.
         runs: list[list[Request]] = []
         for request in requests:
-            if request.sampling.count > 1 or request.sampling.temperature == 0 or not runs or request != runs[-1][0]:
+            asked = request.sampling
+            stands_alone = asked.count > 1 or asked.temperature == 0 or asked.scores_prompt
+            if stands_alone or not runs or request != runs[-1][0]:
                 runs.append([])
             runs[-1].append(request)
         completions, costs = [], [self.count_image_bytes(run[0]) for run in runs]

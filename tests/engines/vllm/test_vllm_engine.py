@@ -185,9 +185,10 @@ def test_given_tokens_are_scored_by_the_logits_as_they_are(rollout):
     worker, folder, tied = rollout
     model = load_folder(folder)
     version = send(worker, weights_of(model, tied))
-    scores = draw(worker, PROMPTS[:2], replace(sampling(count=1, temperature=1.0), scores_prompt=True))
-    assert scores.token_ids.tolist() == [4, 5, 8, 9, 10] and scores.span_versions.tolist() == [version] * 2
-    heads = [Prompt(prompt.token_ids[:1]) for prompt in PROMPTS[:2]]
+    prompts = [*PROMPTS[:2], PROMPTS[1]]  # the last is scored as often as it is asked
+    scores = draw(worker, prompts, replace(sampling(count=1, temperature=1.0), scores_prompt=True))
+    assert scores.token_ids.tolist() == [4, 5, 8, 9, 10, 8, 9, 10] and scores.span_versions.tolist() == [version] * 3
+    heads = [Prompt(prompt.token_ids[:1]) for prompt in prompts]
     assert worst(model, scores, prompts=heads) <= 1e-5
 
 
