@@ -1,11 +1,11 @@
-"""Measure what a round of requests costs beside the same completions by ``generate``, and turns beside a reward.
+"""Measure what single requests cost beside the same completions of whole prompts, and turns beside a reward.
 
     python scripts/bench/rollout.py [--rounds 9] [--model FOLDER] [--tiny] [--json FILE]
 
 One vLLM engine in its Ray process and a model of half a million parameters. Completions of one turn are sampled in
-three ways, in turn: *generate*, by prompts; *sample*, a round of requests; *loop*, requests that are handed in, and
-polled for as they finish. Medians; CPU-seconds are those of the driver and the engine. All three must sample as many
-tokens, the first two the same ones.
+three ways, in turn: *prompts*, a round with a request for each prompt; *samples*, one with a request for each
+completion; *loop*, those requests handed in, and polled for as they finish. Medians; CPU-seconds are those of the
+driver and the engine. All three must sample as many tokens, the first two the same ones.
 
 Then what a step draws before its update, with the same engine: *reward*, the one-turn environment of a function;
 *written*, the same as an environment that a user writes. Here CPU-seconds are also those of the processes that run
