@@ -5,6 +5,7 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -211,23 +212,23 @@ def test_the_neighbours_of_faults_go_on(failed):
 
 
 def test_the_time_of_an_episode_leaves_out_samples_tools_and_neighbours(rows):
-    """A limit of half a second: each works for 0.2, waits for a tool that takes 0.7 and for a slow rollout."""
+    """A limit of a second: each of four works for 0.3, and waits for a tool and for a rollout that take 1.1."""
 
     async def work(policy, row):
         episode = Episode(row)
         await policy.sample(episode)
-        end = time.monotonic() + 0.2
-        while time.monotonic() < end:
-            pass
-        await policy.tool(time.sleep, 0.7)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # by whose end the neighbours hold the process
+        time.sleep(0.3)
+        await policy.tool(time.sleep, 1.1)
+        await asyncio.sleep(0.2)  # long enough to be looked at
         return episode
 
     def say(ids, number):
-        time.sleep(0.2)
+        time.sleep(1.1 / 4)  # of each prompt
         return "1"
 
-    records = run_episodes(LocalPool(work), rows[:4], say=say)
+    limits = replace(LIMITS, time_limit_s=1.0)
+    records = run_episodes(LocalPool(work, limits=limits), rows[:4], say=say)
     assert [record.failure for record in records] == [None] * 4
 
 
