@@ -203,12 +203,12 @@ def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):
         assert first == again, "bit for bit: a call does not depend on what the one before it left in the cache"
 
 
-def count_computed(worker, prompts, sampling) -> tuple[int, Completions]:
+def count_computed(worker, requests, seed: int) -> tuple[int, Completions]:
     scheduler = worker.engine.llm.llm_engine.engine_core.engine_core.scheduler
     with patch.object(scheduler, "schedule", wraps=scheduler.schedule) as schedule:
         steps = []
         schedule.side_effect = lambda *args: steps.append(type(scheduler).schedule(scheduler, *args)) or steps[-1]
-        completions = worker.loop.call(worker.engine.sample, make_requests(prompts, sampling), sampling.seed)
+        completions = worker.loop.call(worker.engine.sample, requests, seed)
     return sum(step.total_num_scheduled_tokens for step in steps), completions
 
 
@@ -229,7 +229,7 @@ def test_a_prompt_is_computed_once_for_all_of_its_samples(rollout):
     model = changed(folder)
     send(worker, weights_of(model, tied))
     asked = replace(sampling(count=5, max_tokens=3), stop_token_ids=())
-    computed, completions = ask(worker.__ray_call__, count_computed, prompts, asked)
+    computed, completions = ask(worker.__ray_call__, count_computed, make_requests(prompts, asked), asked.seed)
     assert computed == sum(LENGTHS) + len(LENGTHS) * (4 * 1 + 5 * 2)
     assert worst(model, completions, prompts=prompts) <= 1e-5
 
@@ -251,7 +251,8 @@ def test_samples_that_begin_and_end_at_other_times_share_a_prompt(cluster, make_
         other = replace(config, vllm={"enable_prefix_caching": False, "block_size": 64})
         (worker,) = rollouts.start(ModelSpec.from_folder(folder), other).wait().workers
         assert ask(worker.__ray_call__, read_settings) == (64, True), "what a user sets comes before the platform's"
-        alone, _ = ask(worker.__ray_call__, count_computed, prompts, sampling(count=12, max_tokens=tokens))
+        requests = make_requests(prompts, sampling(count=12, max_tokens=tokens))
+        alone, _ = ask(worker.__ray_call__, count_computed, requests, 0)
     found = measure_differences(load_folder(folder), prompts, first)
     measured({f"{seqs} at a time": float(found.max())})
     assert found.mean() <= 2e-6 and found.max() <= 1e-4

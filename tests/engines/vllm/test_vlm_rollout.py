@@ -213,7 +213,7 @@ def _list_parts(worker) -> list[str]:
     return worker.engine.llm.collective_rpc("list_parts")[0]
 
 
-def _leave_out_builder(worker, prompts, sampling) -> list:
+def _leave_out_builder(worker, requests, seed: int) -> list:
     """Sample as vLLM does by itself."""
     from unittest.mock import patch
 
@@ -222,7 +222,7 @@ def _leave_out_builder(worker, prompts, sampling) -> list:
     from hardware.cpu.image_rule import ImageRuleBuilder
 
     with patch.object(ImageRuleBuilder, "build", CPUAttentionMetadataBuilder.build):
-        return worker.sample(make_requests(prompts, sampling), sampling.seed)
+        return worker.sample(requests, seed)
 
 
 def test_without_the_builder_images_are_read_causally(rollout, measured):
@@ -234,7 +234,8 @@ def test_without_the_builder_images_are_read_causally(rollout, measured):
     hf = load_huggingface(model)
     send(worker, hf, model)
     assert ask(worker.__ray_call__, _list_parts) == ["ImageRuleBuilder", "ExactSampler"]
-    found = by_kind(model, hf, prompts, ask(worker.__ray_call__, _leave_out_builder, prompts, sampling()))
+    requests = make_requests(prompts, sampling())
+    found = by_kind(model, hf, prompts, ask(worker.__ray_call__, _leave_out_builder, requests, sampling().seed))
     measured({kind: float(values.max()) for kind, values in found.items()})
     assert found["images"].max() >= 1e-2 and found["right after an image"].max() >= 1e-2
     assert found["text"].max() <= 1e-4
