@@ -69,9 +69,9 @@ DEFAULT = ReasoningConfig(
         micro_batch_tokens=2048,
         optimizer=OptimizerConfig(lr=2e-5, lr_scheduler="constant"),
     ),
-    # Above 1, so that an answer that is rare at first, such as a negative number, is still sampled after many steps.
-    rollout=VllmConfig(max_new_tokens=16, max_model_len=512, max_num_seqs=64, kv_cache_mb=512, temperature=1.2),
-    algorithm=AlgorithmConfig(dynamic_sampling=3),
+    rollout=VllmConfig(max_new_tokens=16, max_model_len=512, max_num_seqs=64, kv_cache_mb=512),
+    # So much that answers that are rare at first, such as negative numbers, are still sampled after many steps.
+    algorithm=AlgorithmConfig(kl_coef=0.15),
     steps=60,
     prompts_per_step=8,
     samples_per_prompt=16,
