@@ -151,7 +151,8 @@ def test_what_is_given_up_is_free_and_a_poll_holds_nothing_up(rollouts):
     ask(worker.abort, range(64))
     assert ask(worker.__ray_call__, find_use) == (0, 0.0)
     resume(worker)
-    ask(worker.submit, [("next", replace(requests[0], max_tokens=2))])
+    short = replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=2))
+    ask(worker.submit, [("next", short)])
     ((key, completions),) = ray.get(waiting)
     assert key == "next" and completions.lengths.tolist() == [2]
     ask(worker.submit, [("long", Request(tuple(range(20, 90)) * 8, Sampling(1, 1.0, 2, (), ())))])
