@@ -67,14 +67,14 @@ DEFAULT = ReasoningConfig(
     actor=MegatronConfig(
         ranks=2,
         micro_batch_tokens=2048,
-        optimizer=OptimizerConfig(lr=2e-5, lr_scheduler="constant"),
+        optimizer=OptimizerConfig(lr=3e-5, lr_scheduler="constant"),
     ),
     rollout=VllmConfig(max_new_tokens=16, max_model_len=512, max_num_seqs=64, kv_cache_mb=512),
     # So much that answers that are rare at first, such as negative numbers, are still sampled after many steps.
-    algorithm=AlgorithmConfig(kl_coef=0.15),
+    algorithm=AlgorithmConfig(kl_coef=0.1),
     steps=60,
-    prompts_per_step=8,
-    samples_per_prompt=16,
+    prompts_per_step=16,
+    samples_per_prompt=8,
     eval_every=10,
 )
 
