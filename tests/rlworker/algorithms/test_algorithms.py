@@ -264,7 +264,7 @@ def test_code_wins_over_its_part_and_the_other_options_hold():
     with pytest.raises(ValueError, match=r"^advantage: the code passes a function, and algorithm.advantage is 'rloo'"):
         make_objective(configure("", advantage="rloo"), advantage=own)
     with pytest.raises(
-        ValueError, match=r"^loss: the code sets surrogate=.*leave out one of surrogate and --algorithm"
+        ValueError, match=r"^loss: your code binds surrogate=.*leave surrogate out in the code, or leave --algorithm"
     ):
         make_objective(configure("", surrogate="ppo"), loss=passed)
     with pytest.raises(ValueError, match=r"^loss: algorithm.kl_coef is 0\.04, .* leave --algorithm.kl-coef out"):
