@@ -59,8 +59,8 @@ def test_a_fork_begins_another_sequence_of_the_same_turns(row):
     [
         (lambda e: e.reward(float("nan")), "got reward nan, expected a number that keeps the sum .* at or below 1e.06"),
         (lambda e: e.reward(1e39), "got reward 1e.39, expected a number"),
-        (lambda e: e.reward("1"), "reward '1' is no number"),
-        (lambda e: e.reward(None), "reward None is no number"),
+        (lambda e: e.reward("1"), "got reward '1', expected a number"),
+        (lambda e: e.reward(None), "got reward None, expected a number"),
         (lambda e: [e.reward(-1e6), e.reward(0), e.reward(1)], "got reward 1, expected a number that keeps the sum"),
         (lambda e: e.observe([1.5]), "expected text, ids, or messages"),
         (lambda e: e.observe([-1]), "expected text, ids, or messages"),
