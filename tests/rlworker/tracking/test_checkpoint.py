@@ -165,8 +165,8 @@ def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
 def test_another_model_or_other_data_are_another_run(tmp_path, settings, was):
     folder = RunFolder(str(tmp_path))
     begin(folder, RunConfig())
-    advice = "begin another run in another --run-dir, from this one's weights with --model .*/checkpoints/step_N/hf"
-    with pytest.raises(ValueError, match=rf"cannot be resumed with .*: {was}\. Set them as they were, or {advice}"):
+    advice = "start a new run from its weights: --run-dir ANOTHER --model .*/checkpoints/step_N/hf"
+    with pytest.raises(ValueError, match=rf"cannot be resumed with .*: {was}\. Set them back, or {advice}"):
         folder.check(RunConfig(resume=True, **settings))
 
 
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_made_or_written_to(tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     for path, line in zip((full, theirs), said, strict=True):
         assert line.startswith("run_dir: ") and str(path) in line and "cannot be written to: [Errno" in line
-        assert "make room or choose another --run-dir" in line
+        assert "free disk space, make it writable, or choose another --run-dir" in line
     assert [file.name for file in full.iterdir()] == [".lock"] and not theirs.exists()
 
 
