@@ -72,7 +72,7 @@ _OWN_MEMORY = r"\(Actor\({}\)[^\n]* actual memory used=([\d.]+)GB"
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where a process is: Ray's id of the node, and the process id there."""
+    """The place of a process: Ray's id of the node, and the process id there."""
 
     node: str
     pid: int

@@ -46,5 +46,5 @@ def test_a_new_engine_takes_what_the_others_leave():
     assert choose_device_slot(0, [elsewhere], [second]) == elsewhere, "another node's device of the same name"
     processors = make_ranks("a:", "a:")
     assert choose_device_slot(1, processors, processors[:1]) == processors[1]
-    with pytest.raises(RunError, match="leaves none to rollout engine 1"):
+    with pytest.raises(RunError, match="so that rollout engine 1 finds none"):
         choose_device_slot(1, [first, first], [first])

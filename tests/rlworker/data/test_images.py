@@ -192,7 +192,10 @@ def test_images_take_their_places_in_a_conversation(read, model, tmp_path):
     for broken, message in (
         (row | {"images": row["images"][:2]}, "has places for 3 images, the row has 2"),
         (row | {"images": [*row["images"], "a.png"]}, "has places for 3 images, the row has 4"),
-        (row | {"messages": [asks[0], says[0] | {"content": "<image>"}]}, "'<image>' has an image: only others"),
+        (
+            row | {"messages": [asks[0], says[0] | {"content": "<image>"}]},
+            "'<image>' has an image, which only",
+        ),
         (row | {"messages": [asks[0], says[0] | {"content": "<|image_pad|>"}], "images": ["a.png"]}, "assistant says"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -277,11 +280,11 @@ def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
     check_same_image_processing(model, model)
     text = ModelSpec.from_folder(make_hf_model("qwen2", True))
     check_same_image_processing(text, text)
-    with pytest.raises(ValueError, match="model: this model cannot see images and the other can"):
+    with pytest.raises(ValueError, match="model: this model cannot see images and the actor can"):
         check_same_image_processing(text, model)
-    with pytest.raises(ValueError, match="model: the actor cannot see images and the other can"):
+    with pytest.raises(ValueError, match="model: the actor cannot see images and this model can"):
         check_same_image_processing(model, text)
-    with pytest.raises(ValueError, match=r"has image tokens .*, the actor .*; take two that agree"):
+    with pytest.raises(ValueError, match=r"has image tokens .*, the actor .*; take two models of the same family"):
         check_same_image_processing(replace(model, vision=replace(model.vision, start_token=3)), model)
     shutil.copytree(model.folder, tmp_path / "other")
     settings = json.loads((tmp_path / "other" / "preprocessor_config.json").read_text())

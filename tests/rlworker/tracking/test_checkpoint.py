@@ -174,7 +174,7 @@ def test_a_decay_over_the_whole_run_is_not_counted_in_other_optimizer_steps(tmp_
     folder, optimizer = RunFolder(str(tmp_path)), OptimizerConfig(lr_scheduler="linear")
     begin(folder, RunConfig(actor=MegatronConfig(optimizer=optimizer)))
     other = RunConfig(resume=True, actor=MegatronConfig(optimizer=optimizer), algorithm=AlgorithmConfig(mini_batches=2))
-    with pytest.raises(ValueError, match=r"mini_batches=2: the linear decay .*; set"):
+    with pytest.raises(ValueError, match=r"mini_batches=2, which changes .*: the linear decay .*; set"):
         folder.check(other)
     folder.check(replace(other, actor=MegatronConfig(optimizer=replace(optimizer, lr_decay_steps=200))))
 
