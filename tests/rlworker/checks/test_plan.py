@@ -271,8 +271,8 @@ def test_a_recipe_may_be_a_file_outside_the_repository(folder, tmp_path, monkeyp
     ("source", "message"),
     [
         (None, "own.py' is no file; give a module such as recipes.grpo or the path of a recipe's file, such as"),
-        ("x = 1", "must have its settings as DEFAULT, a RunConfig or SftConfig, but that is not there; add such as"),
-        ("DEFAULT = {}", "a RunConfig or SftConfig, but that is a dict; add such as DEFAULT = RunConfig()"),
+        ("x = 1", "must have its settings as DEFAULT, a RunConfig or SftConfig, but DEFAULT is not there; add a line"),
+        ("DEFAULT = {}", "a RunConfig or SftConfig, but DEFAULT is a dict; add a line such as DEFAULT = Run"),
         ("\nraise KeyError('level')", "own.py' failed: KeyError: 'level', at {path}:2; mend it"),
         ("import no_such_thing", "own.py' failed: ModuleNotFoundError: No module named 'no_such_thing', at {path}:1;"),
         ("def broken(:", "own.py' failed: SyntaxError: invalid syntax (own.py, line 1), at {path}:1; mend"),
