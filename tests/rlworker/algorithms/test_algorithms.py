@@ -297,7 +297,7 @@ def test_what_a_paper_excludes_is_refused_with_the_reason(settings, message):
 
 
 def test_a_critic_beside_an_algorithm_without_values_is_refused():
-    with pytest.raises(ValueError, match=r"^config: critic.train makes advantages by gae, and algorithm has .*'grpo'"):
+    with pytest.raises(ValueError, match=r"^config: critic.train trains a critic, and advantage='grpo' does not read"):
         RunConfig(algorithm=AlgorithmConfig("gspo"), critic=CriticConfig(train=True))
     RunConfig(algorithm=AlgorithmConfig("ppo"), critic=CriticConfig(train=True))
 

@@ -35,7 +35,7 @@ from rlworker.data.rows import load_tokenizer
         (dict(steps=0), "steps must be at least 1"),
         (
             dict(actor=MegatronConfig(ranks=8), prompts_per_step=2, samples_per_prompt=2),
-            "4 samples cannot feed mini_batches=1 on 8 data-parallel ranks",
+            "4 samples cannot feed mini_batches=1 on 8 data-parallel replicas",
         ),
         (dict(rollout=VllmConfig(engines=3), prompts_per_step=2), "leaves some of 3 rollout engines without work"),
         (dict(data=DataConfig(max_prompt_tokens=2000)), "max_prompt_tokens \\+ max_new_tokens = 2256 exceeds"),
@@ -58,7 +58,7 @@ def test_contradictions_are_refused(settings, message):
         (dict(buckets={0.5: 1.0, 0.7: 1.0}), r"must have rising bounds, .*: 1 without a difficulty_field"),
         (dict(buckets={1: 1.0, 0.5: 1.0}), "must have rising bounds"),
         (dict(difficulty_field="level"), "difficulty_field='level' does nothing without buckets"),
-        (dict(advance_at=0.5, buckets={1: 1.0}), "opens buckets of rows whose difficulty is known"),
+        (dict(advance_at=0.5, buckets={1: 1.0}), "opens buckets one after another, which needs rows with a difficulty"),
         (dict(advance_at=0.5, buckets={1: 0.0, 2: 1.0}, difficulty_field="level"), "first of buckets has weight 0"),
         (dict(pass_rates=(0.9, 0.1)), r"pass_rates=\(0.9, 0.1\) must be a lowest and a highest rate from 0 to 1"),
         (dict(pass_rates=(0.1,)), "must be a lowest and a highest rate"),
