@@ -17,12 +17,12 @@ from hardware.npu.limits import MAX_PACK_SEQUENCES
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the kernel.
+    """One call of ``npu_fusion_attention``.
 
     Attributes:
         atten_mask, ..., actual_seq_kvlen: the kernel's keywords of the same names.
-        query_index: ``[q]``, the slots whose queries it takes; None takes all.
-        key_index: ``[k]``, into the keys gathered over the context-parallel ranks; None takes all.
+        query_index: ``[q]``, the slots whose queries are passed; None passes all.
+        key_index: ``[k]``, index into the keys gathered over the context-parallel ranks; None passes all.
     """
 
     atten_mask: Tensor | None
@@ -37,7 +37,8 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class NpuPlan:
-    """The calls of every rule. Their outputs end to end are the slots', reordered by ``slot_row`` ``[s]`` if given."""
+    """The calls of every rule. Their outputs end to end are those of the slots, reordered by ``slot_row`` ``[s]`` if
+    given."""
 
     calls: dict[Rule, tuple[KernelCall, ...]]
     slot_row: Tensor | None = None
@@ -49,13 +50,13 @@ def _triangle(device: torch.device) -> Tensor:
 
 
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[Rule, int]) -> AttentionInputs:
-    """Build the inputs for rules that the capability table lets through.
+    """Build the inputs of the NPU's core attention, for rules that the capability table accepts.
 
     Args:
-        modes: the ``sparse_mode`` that the table names for each rule.
+        modes: rule -> ``sparse_mode`` that the table names for it.
 
     Raises:
-        ValueError: more sequences than the kernel takes in a pack.
+        ValueError: the pack has more sequences than the kernel takes.
     """
     device = rotary[0].device
     if spec.kind == "bshd":

@@ -13,7 +13,7 @@ from hardware.platform import KernelMemory, Node, Platform
 
 
 class NpuLayers:
-    """Lowering, core attention and what else of a layer is one operator, which the emulated platform has too."""
+    """Lowering, core attention and fused layers of an NPU, which the emulated platform shares."""
 
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
@@ -79,7 +79,7 @@ class NpuPlatform(NpuLayers, Platform):
             ) from error
         if (devices := torch_npu.npu.device_count()) != 1:
             raise RuntimeError(
-                f"platform: a training process is to see its own NPU alone and sees {devices}; unset "
+                f"platform: a training process must see exactly one NPU, its own, and sees {devices}; unset "
                 "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES where Ray is started"
             )
         from hardware.megatron import shims as megatron_shims

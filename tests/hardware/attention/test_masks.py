@@ -111,7 +111,7 @@ def test_windows_of_other_conventions():
     [
         (dict(window=0), "window counts the token itself and so is at least 1, got 0"),
         (dict(chunk=-1), "chunk counts the token itself"),
-        (dict(causal=False, window=2, images=True), "window and images can only be asked of a causal rule"),
+        (dict(causal=False, window=2, images=True), "window and images need causal=True"),
     ],
 )
 def test_impossible_rules_are_refused(arguments, message):
