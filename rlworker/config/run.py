@@ -202,7 +202,7 @@ class RunConfig(TrainingConfig):
         if self.samples_per_step < self.actor.dp * self.algorithm.mini_batches:
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
-                f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel replicas; raise "
+                f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise "
                 "--prompts-per-step or --samples-per-prompt"
             )
         self.actor.check_longest(self.longest)

@@ -39,7 +39,7 @@ class SftConfig(TrainingConfig):
         self.actor.check_longest(self.longest)
         if self.rows_per_step < self.actor.dp:
             raise ValueError(
-                f"config: rows_per_step={self.rows_per_step} leaves some of {self.actor.dp} data-parallel replicas "
+                f"config: rows_per_step={self.rows_per_step} leaves some of {self.actor.dp} data-parallel ranks "
                 "without a row; raise --rows-per-step"
             )
 

@@ -214,7 +214,7 @@ def test_what_is_missing_is_said():
     with pytest.raises(ValueError, match=r"no logprobs of the sampler's likeliest ids; set"):
         center_scores(replace(outputs, top_logprobs=None), batch)
     for name in ("rollout_top_logprobs", "old_top_logprobs"):
-        with pytest.raises(ValueError, match=f"it has no {name}, which is asked for"):
+        with pytest.raises(ValueError, match=f"it has no column {name}, which is needed"):
             center_scores(outputs, replace(batch, **{name: None}))
 
 

@@ -35,7 +35,7 @@ from rlworker.data.rows import load_tokenizer
         (dict(steps=0), "steps must be at least 1"),
         (
             dict(actor=MegatronConfig(ranks=8), prompts_per_step=2, samples_per_prompt=2),
-            "4 samples cannot feed mini_batches=1 on 8 data-parallel replicas",
+            "4 samples cannot feed mini_batches=1 on 8 data-parallel ranks",
         ),
         (dict(rollout=VllmConfig(engines=3), prompts_per_step=2), "leaves some of 3 rollout engines without work"),
         (dict(data=DataConfig(max_prompt_tokens=2000)), "max_prompt_tokens \\+ max_new_tokens = 2256 exceeds"),
@@ -59,7 +59,7 @@ def test_contradictions_are_refused(settings, message):
         (dict(buckets={1: 1.0, 0.5: 1.0}), "must have rising bounds"),
         (dict(difficulty_field="level"), "difficulty_field='level' does nothing without buckets"),
         (dict(advance_at=0.5, buckets={1: 1.0}), "opens buckets one after another, which needs rows with a difficulty"),
-        (dict(advance_at=0.5, buckets={1: 0.0, 2: 1.0}, difficulty_field="level"), "first of buckets has weight 0"),
+        (dict(advance_at=0.5, buckets={1: 0.0, 2: 1.0}, difficulty_field="level"), "the first bucket has weight 0"),
         (dict(pass_rates=(0.9, 0.1)), r"pass_rates=\(0.9, 0.1\) must be a lowest and a highest rate from 0 to 1"),
         (dict(pass_rates=(0.1,)), "must be a lowest and a highest rate"),
         (dict(pass_rates=(0.0, 2.0)), "must be a lowest and a highest rate"),
@@ -272,10 +272,10 @@ PASSED_THROUGH = [
 @pytest.mark.parametrize(("make", "where", "own", "refused"), PASSED_THROUGH, ids=["vllm", "megatron"])
 def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where, own, refused):
     for name in own:
-        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: the engine depends on its own"):
+        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\], which the engine sets itself"):
             make({name: 1})
     for name in refused:
-        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: .* would not follow; drop them"):
+        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: .* compute different models; leave"):
             make({name: 1})
 
 
@@ -288,7 +288,9 @@ def test_other_names_are_those_of_the_installed_packages():
         VllmConfig(vllm={"block_size": "large"})
     with pytest.raises(ValueError, match="pipeline_parallel_size: on a CPU vLLM starts with it and fails"):
         VllmConfig(vllm={"pipeline_parallel_size": 2})
-    with pytest.raises(ValueError, match="megatron has 'sequnce_paralel', which is not there to be set; did you mean"):
+    with pytest.raises(
+        ValueError, match="megatron has 'sequnce_paralel', which the library does not have; did you mean"
+    ):
         MegatronConfig(megatron={"sequnce_paralel": True})
     with pytest.raises(ValueError, match="megatron has moe_router_dtype 'fp8', expected one of 'fp32', 'fp64' or null"):
         MegatronConfig(megatron={"moe_router_dtype": "fp8"})
@@ -373,7 +375,9 @@ def test_an_override_names_a_refused_cell_of_the_capability_table(make_hf_model)
         MegatronConfig(attention_override=("window",))
     folder = make_hf_model("llama", False)
     actor = MegatronConfig(attention_override=("npu_mode3/thd/cp/window",))
-    with pytest.raises(ValueError, match=r"of a backend that platform 'cpu' does not use; it uses \['torch_sdpa'\]"):
+    with pytest.raises(
+        ValueError, match=r"a backend that platform 'cpu' does not use, expected one of \['torch_sdpa'\]"
+    ):
         check_engines(folder, "cpu", actor, VllmConfig(max_new_tokens=4, max_model_len=16))
     (warning,) = list_override_warnings(("npu_mode3/thd/cp/window",))
     assert warning.startswith("attention: npu_mode3/thd/cp/window is refused by the capability table (not shown")
