@@ -159,8 +159,8 @@ class TrainBatch:
             for i, (size, marks) in enumerate(zip(sizes.tolist(), sampled, strict=True)):
                 if not 0 < size == len(marks) or marks[0]:
                     raise ValueError(
-                        f"TrainBatch: sequence {i} has {size} ids and {len(marks)} marks of sampled ones, expected "
-                        "1.. and as many, the first False"
+                        f"TrainBatch: sequence {i} has {size} ids and {len(marks)} entries in sampled, expected "
+                        "at least one id and as many entries, the first False"
                     )
             was_sampled = np.concatenate([np.asarray(marks, dtype=bool) for marks in sampled])
         flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences])

@@ -55,7 +55,7 @@ def decode(image: Image) -> Any:
     """
     data = read_bytes(image.path, image.place)
     if hashlib.sha256(data).hexdigest() != image.digest:
-        raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; put it back")
+        raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; restore the old file")
     with open_bytes(data, repr(image.path), image.place) as opened:
         return decode_rgb(opened, repr(image.path), image.place)
 
@@ -105,7 +105,7 @@ def read_bytes(path: str | Path, place: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"{place}: {str(path)!r} cannot be read: {error.strerror}; mend the path or the file"
+            f"{place}: {str(path)!r} cannot be read: {error.strerror}; correct the path or the file"
         ) from None
 
 

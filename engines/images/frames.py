@@ -95,7 +95,7 @@ def decode_video(video: Video) -> np.ndarray:
     """
     path, place = Path(video.path), video.place
     files = list_frames(path) if path.is_dir() else []
-    changed = ValueError(f"{place}: {video.path!r} was changed since the run started; put it back")
+    changed = ValueError(f"{place}: {video.path!r} was changed since the run started; restore the old file")
     if path.is_dir() and len(files) != video.total:
         raise changed
     names = [files[number] for number in video.frames] if path.is_dir() else [path]

@@ -127,7 +127,7 @@ def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, in
                 raise ValueError(
                     f"{where}: the text {side} an image meets the {margin} newlines that this family has there, and "
                     f"vLLM would not find the image again: expected {text} newlines of the text's own {side} <image>; "
-                    "leave the others out"
+                    "remove the others"
                 )
 
 

@@ -77,4 +77,4 @@ def check_override(override: Iterable[str]) -> None:
                 f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}"
             )
         if TABLE[PLACES[name]].honoured:
-            raise ValueError(f"attention: {name!r} is honoured and needs no override; leave it out")
+            raise ValueError(f"attention: {name!r} works without an override; leave it out of attention_override")

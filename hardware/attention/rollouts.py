@@ -100,7 +100,7 @@ def check_rollout_override(override: Iterable[str]) -> None:
                 f"of {[place for place, cell in PLACES.items() if not cell.honoured]}"
             )
         if PLACES[name].honoured:
-            raise ValueError(f"rollout: attention_override {name!r} is honoured and needs no override; leave it out")
+            raise ValueError(f"rollout: attention_override {name!r} works without an override; leave it out")
 
 
 def list_rollout_warnings(override: Iterable[str]) -> list[str]:

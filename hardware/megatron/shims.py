@@ -48,7 +48,7 @@ class Shim:
     """One patch. ``apply`` installs it for a ``Runtime`` and returns the function that removes it.
 
     Attributes:
-        on_cuda: whether CUDA needs the shim too; its runtime is None, which the shim must not use.
+        on_cuda: whether CUDA needs the shim too; ``apply`` is then called with None.
     """
 
     name: str

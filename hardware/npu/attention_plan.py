@@ -163,7 +163,10 @@ def _shared_mask(rule: Rule, length: int) -> Tensor:
         ValueError: it depends on more, and got here by an override of the table.
     """
     if rule.images or rule.prefix or not rule.causal:
-        raise ValueError(f"attention: the NPU's kernel cannot be told {rule} of a pack; leave out the override")
+        raise ValueError(
+            f"attention: the NPU's kernel cannot compute {rule} in a pack; leave the cell out of "
+            "--actor.attention-override"
+        )
     position = np.arange(length)
     query, key = position[:, None], position[None]
     return torch.from_numpy(~rule.allows(query - key, False, False, query, key))

@@ -220,7 +220,7 @@ class AlgorithmConfig:
             )
         if parts.dynamic_sampling and samples_per_prompt == 1:
             raise ValueError(
-                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise it or set "
+                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise --samples-per-prompt or set "
                 "--algorithm.dynamic-sampling 0"
             )
 

@@ -81,7 +81,7 @@ def _find_opening(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
     if whole[count : count + len(ids)] != ids:
         raise ValueError(
             f"model: the tokenizer makes {whole[:20]} of {text[:80]!r} with its special tokens, expected {ids[:20]} "
-            "with further ones around it; take the tokenizer that belongs to the model, saved as tokenizer.json"
+            "with further ids around them; take the tokenizer that belongs to the model, saved as tokenizer.json"
         )
     return whole[:count]
 

@@ -87,7 +87,7 @@ def read_examples(
         elif not config.data.skip_long_prompts:
             raise ValueError(
                 f"data: {path}: the answer {row.answer[:80]!r} has {len(answer) - 1} tokens and an end, expected at "
-                f"most {most}; raise --max-answer-tokens or leave long ones out with --data.skip-long-prompts"
+                f"most {most}; raise --max-answer-tokens or skip long answers with --data.skip-long-prompts"
             )
     if not examples:
         raise ValueError(f"data: {path}: all answers are longer than {most} tokens; raise --max-answer-tokens")
@@ -107,8 +107,8 @@ def _read_conversations(
             if not data.skip_long_prompts:
                 raise ValueError(
                     f"{each.where}: the conversation has {size} tokens, expected at most data.max_prompt_tokens + "
-                    f"max_answer_tokens = {config.longest}; raise one of them or leave long ones out with "
-                    "--data.skip-long-prompts"
+                    f"max_answer_tokens = {config.longest}; raise --data.max-prompt-tokens or --max-answer-tokens, or "
+                    "skip long conversations with --data.skip-long-prompts"
                 )
             skipped += 1
             continue

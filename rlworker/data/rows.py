@@ -88,7 +88,10 @@ def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingP
     except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ValueError(f"model: the tokenizer in {folder!r} cannot be read ({error}); save it there again") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
+        raise ValueError(
+            f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set eos_token in its "
+            "tokenizer_config.json"
+        )
     set_template_arguments(tokenizer, template_arguments)
     tokenizer.clean_up_tokenization_spaces = False  # Llama 3's drops spaces that were sampled, as that before a comma
     return tokenizer
@@ -208,8 +211,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
             continue
         if not 0 < len(ids) <= limit:
             raise ValueError(
-                f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change it, raise '
-                "--data.max-prompt-tokens or leave long ones out with --data.skip-long-prompts"
+                f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change the prompt, '
+                "raise --data.max-prompt-tokens or skip long prompts with --data.skip-long-prompts"
             )
         rows.append(Row(text, tuple(ids), source[data.answer_field], source, own, chat))
     if not rows:

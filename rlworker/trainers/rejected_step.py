@@ -69,5 +69,5 @@ def reject_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Out
     raise RunError(
         f"step {step}: the {role}'s gradient is not finite, so the step was not taken. {count} of {len(batch)} rows "
         f"may be why: see {path}. If their numbers are finite, lower {rate} or --actor.optimizer.clip-grad; if not, "
-        "mend what made them"
+        "correct the reward, advantage or loss that made them"
     )

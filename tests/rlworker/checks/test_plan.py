@@ -276,7 +276,7 @@ def test_a_recipe_may_be_a_file_outside_the_repository(folder, tmp_path, monkeyp
         ("\nraise KeyError('level')", "own.py' failed: KeyError: 'level', at {path}:2; mend it"),
         ("import no_such_thing", "own.py' failed: ModuleNotFoundError: No module named 'no_such_thing', at {path}:1;"),
         ("def broken(:", "own.py' failed: SyntaxError: invalid syntax (own.py, line 1), at {path}:1; mend"),
-        ("raise SystemExit(0)", "own.py' failed: SystemExit: 0, at {path}:1; mend it, and keep what starts a run"),
+        ("raise SystemExit(0)", "own.py' failed: SystemExit: 0, at {path}:1; correct it, and keep what starts a"),
     ],
     ids=["missing", "no-default", "other-default", "raises", "import", "syntax", "exits"],
 )
