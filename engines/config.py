@@ -135,8 +135,7 @@ class MegatronConfig:
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check_longest(self, longest: int) -> None:
-        """Raise ValueError if the fixed number of slots cannot hold the longest sequence, of which the last token is no
-        input."""
+        """Raise ValueError if a fixed number of slots cannot hold the longest sequence without its last token."""
         unit = compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)
         need = -(-(longest - 1) // unit) * unit
         if 0 < self.slots < need:

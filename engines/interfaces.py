@@ -111,13 +111,11 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
-        """Load one bucket of new weights; after the ``last`` they count as ``version``. A first bucket drops an
-        unfinished update."""
+        """Load a bucket of new weights, which count as ``version`` after the ``last``. A first bucket begins anew."""
         ...
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
-        """Return name of a weight -> digest of the weights that the engine computes with; None if it cannot be read
-        back."""
+        """Return name -> digest of the weights that the engine computes with; None if one cannot be read back."""
         ...
 
     def rewind(self, version: int) -> None:

@@ -63,8 +63,7 @@ MEGATRON_REFUSED = _names(
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split virtual_pipeline_model_parallel_size "
     "expert_model_parallel_size perform_initialization init_model_with_meta_device"
 )
-"""Fields of Megatron's TransformerConfig with which it would build another model, or one that the engine cannot
-load."""
+"""Fields of Megatron's TransformerConfig that would change the model, or make one that the engine cannot load."""
 
 MEGATRON_SOURCES = (
     ("core/transformer/transformer_config.py", "TransformerConfig"),
@@ -77,8 +76,7 @@ _LIBRARIES = {
     "megatron": ("actor: --actor.megatron", MEGATRON_OWN, MEGATRON_REFUSED, MEGATRON_SOURCES),
     "vllm": ("rollout: --rollout.vllm", VLLM_OWN, VLLM_REFUSED, (("engine/arg_utils.py", "EngineArgs"),)),
 }
-"""Library -> setting that is passed on, arguments that the engine sets or refuses, and sources of the arguments'
-types."""
+"""Library -> the setting that is passed on, arguments that the engine sets or refuses, and sources of types."""
 
 
 @cache

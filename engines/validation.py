@@ -117,8 +117,7 @@ def check_types(section: str, config: Any) -> None:
 
 
 def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float], bool], *names: str) -> None:
-    """Raise ValueError unless ``holds(value)`` is true for every named field that is set; ``rule`` describes it in
-    words."""
+    """Raise ValueError unless ``holds(value)`` for every named field that is set; ``rule`` describes it in words."""
     for name in names:
         if (value := getattr(config, name)) is not None and not holds(value):
             raise ValueError(f"{section}: {name} must be {rule}, got {value}; change {option(section, name)}")

@@ -32,8 +32,7 @@ class DigestPlan:
     seed: int = 0
 
     def choose(self, count: int) -> np.ndarray:
-        """Choose among ``count`` columns, and return their numbers in order; the choice is the same for all such
-        matrices."""
+        """Choose among ``count`` columns, in the same way for every matrix, and return their numbers in order."""
         if not 0 < self.columns < count:
             return np.arange(count)
         return np.sort(np.random.default_rng((self.seed, count)).choice(count, self.columns, replace=False))
@@ -66,8 +65,7 @@ def sum_columns(matrix: Tensor, places: np.ndarray, columns: np.ndarray, dtype: 
 
 
 def sum_rows(sums: Tensor, first: int) -> int:
-    """Sum rows ``[r]`` from ``sum_columns``, each times its factor; ``first`` is the number of the first in its
-    tensor."""
+    """Sum rows ``[r]`` from ``sum_columns``, each times its factor; ``first`` is the number of the first row."""
     factors = _make_factors(np.arange(first, first + len(sums)) + (1 << 40)).to(sums.device)
     return int((sums * factors).sum()) % 2**64
 

@@ -73,8 +73,7 @@ def gather_keys_values(key: Tensor, value: Tensor, group) -> tuple[Tensor, Tenso
 
 
 def gather_ranks(x: Tensor, group) -> Tensor:
-    """Gather ``[...] -> [group, ...]`` in rank order. The backward sums the gradients of a rank's part over all
-    ranks."""
+    """Gather ``[...] -> [group, ...]`` in rank order; the backward sums the gradients of a part over all ranks."""
     return _GatherRanks.apply(x, group) if group.size() > 1 else x[None]
 
 

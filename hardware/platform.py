@@ -134,8 +134,7 @@ class Platform(Protocol):
     ray_options: dict
     """Options of one Ray actor that holds one device."""
     visible_devices: str | None
-    """Environment variable that lists the devices which a process sees; None if the platform has no devices of its
-    own."""
+    """Environment variable that lists the devices which a process sees; None if the platform has no devices."""
     can_sleep: bool
     """Whether a vLLM engine can release the memory of its devices and take it again."""
     attention_backends: tuple[str, ...]
@@ -193,8 +192,7 @@ class Platform(Protocol):
         return nullcontext()
 
     def build_contract(self, device: torch.device) -> KernelContract | None:
-        """Build the contract of the platform's attention kernel, to test it on ``device``; None if the kernel has
-        none."""
+        """Build the contract of the attention kernel, to test it on ``device``; None if the kernel has none."""
         return None
 
     @abstractmethod
@@ -227,8 +225,7 @@ class Platform(Protocol):
         return {}
 
     def measure_peak_memory(self) -> int:
-        """Return the peak memory of this process in bytes: tensors on its device, or all memory on a platform without
-        devices."""
+        """Return the peak memory of this process in bytes: of tensors on its device, or on a CPU of everything."""
         if self.visible_devices is None:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         import torch

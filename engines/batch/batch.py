@@ -230,7 +230,7 @@ class TrainBatch:
         return self.cut([start, stop])[0]
 
     def cut(self, bounds: Sequence[int] | np.ndarray) -> list["TrainBatch"]:
-        """Return the sequences between each two neighbours of ``bounds`` as a batch, with views of this batch's
+        """Return the sequences between each two neighbours of ``bounds`` as a batch of views of this batch's
         columns."""
         ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])  # [B + 1], tokens before each sequence
         rows, tokens = ([slice(*pair) for pair in pairwise(map(int, edges))] for edges in (bounds, ends[bounds]))

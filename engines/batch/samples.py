@@ -56,8 +56,7 @@ class Image:
         return [(vision.image_token, self.tokens(vision.merge))]
 
     def nbytes(self, vision: VisionSpec) -> int:
-        """Estimate the bytes of memory while the image is decoded: pixels, fp32 patches, and the processor's temporary
-        arrays."""
+        """Estimate the bytes that decoding takes: pixels, fp32 patches, and the processor's temporary arrays."""
         return 3 * self.shown * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
 
 

@@ -44,8 +44,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> int:
-        """Hash the schedule to 63 bits, which fit into an int64 tensor, so that ranks can compare it in a
-        collective."""
+        """Hash the schedule to 63 bits, which fit into an int64 tensor, so that ranks can compare it."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
         found = [self.beginnings.order, self.beginnings.common] if self.beginnings else []
@@ -64,8 +63,7 @@ class Schedule:
         return torch.from_numpy(find_tokens(np.asarray(self.lengths)[self._order], ranks))
 
     def shards(self, batch: TrainBatch) -> list[Shard]:
-        """Return the shard of each replica: the batch is copied once in the order of the replicas, and shards are
-        views."""
+        """Return the shard of each replica: views of one copy of the batch in the order of the replicas."""
         lengths = np.asarray(self.lengths)
         # Dummies compute the batch's shortest sequence with a token: a forward pass needs one.
         shortest = np.asarray([np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin()])

@@ -40,8 +40,7 @@ class Shard:
         return sum(self.batch.lengths[: sum(self.counts)])
 
     def micro_batches(self) -> list[TrainBatch]:
-        """Return the micro-batches as views of the batch: real ones by ``counts``, then the dummies, which are all
-        equal."""
+        """Return the micro-batches as views of the batch: real ones by ``counts``, then the equal dummies."""
         bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's
         return self.batch.cut(bounds) + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
 

@@ -33,8 +33,7 @@ def _read_tokenizer(folder: str) -> Any:
 
 @cache
 def read_newlines(folder: str) -> dict[int, int]:
-    """Return count -> id of the tokens that are newlines alone, from a folder's tokenizer; ValueError if one is
-    missing."""
+    """Return count -> id of the tokens that are newlines alone, from a folder's tokenizer; ValueError if one lacks."""
     tokenizer = _read_tokenizer(folder)
     ids = {count: tokenizer.token_to_id("\n" * count) for count in range(1, _MOST + 1)}
     if lacking := [count for count, token in ids.items() if token is None]:
@@ -52,8 +51,7 @@ def write_times(video: Video, vision: VisionSpec, folder: str) -> list[list[int]
 
 
 def place_frames(video: Video, vision: VisionSpec, folder: str) -> list[int]:
-    """Return the tokens of a video in a prompt: for each frame of its grid time, start token, frame tokens and end
-    token."""
+    """Return the tokens of a video in a prompt: the time, start, frame and end tokens of each frame of its grid."""
     ids: list[int] = []
     for time, (token, count) in zip(write_times(video, vision, folder), video.runs(vision), strict=True):
         ids += [*time, vision.start_token, *[token] * count, vision.end_token]

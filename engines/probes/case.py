@@ -58,8 +58,7 @@ class ProbeCase:
     def judge(
         self, layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, pads: int
     ) -> "Influence":
-        """Sort the forbidden effects among ``[N, columns]`` by kind of leak, and count the required effects that are
-        missing."""
+        """Sort the forbidden effects among ``[N, columns]`` by kind of leak, and count the missing required effects."""
         sequence, position = self.place()
         leaks = {"padding": pads} if pads else {}
         words = [f"{pads} tokens see padding"] if pads else []

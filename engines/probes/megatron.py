@@ -202,8 +202,7 @@ def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
 
 
 def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
-    """Compute outputs ``[N]`` in layout ``kind``, for a batch that every replica computes; None except on the
-    leader."""
+    """Compute outputs ``[N]`` in layout ``kind``, for a batch that every replica computes; only the leader has them."""
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
@@ -293,8 +292,7 @@ def _gather_buffers(engine: MegatronEngine) -> None:
 
 @torch.no_grad()
 def step_weights(engine: MegatronEngine, rate: float) -> None:
-    """Subtract ``rate`` times the gradient in the buffers from the weights, equally on all ranks that share a
-    weight."""
+    """Subtract ``rate`` times the gradient in the buffers from the weights, equally on ranks that share a weight."""
     for parameter, gradient in _list_gradients(engine):
         parameter.add_(gradient, alpha=-rate)
 

@@ -31,8 +31,7 @@ def read_completion(sample: CompletionOutput) -> Completion:
 
 
 def read_scores(output: RequestOutput) -> Completion:
-    """Read the logprobs of a prompt's ids from the second on. Their version is that of the id sampled after the
-    prompt."""
+    """Read the logprobs of a prompt's ids from the second on; the version is that of the id sampled after it."""
     tokens = np.asarray(output.prompt_token_ids, dtype=np.int32)[1:]
     found = cast(FlatLogprobs, output.prompt_logprobs)
     if not np.array_equal(found.token_ids, tokens):

@@ -133,8 +133,7 @@ class VllmEngine:
         executor.register_failure_callback(partial(os._exit, 1))
 
     def close(self) -> None:
-        """Stop vLLM and free its memory, as far as this process can; another engine may then be started in the
-        process."""
+        """Stop vLLM and free its memory, as far as this process can; another engine may then start in it."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         cleanup_dist_env_and_memory()
@@ -301,8 +300,7 @@ class VllmEngine:
         self._begin_version(version)
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
-        """Return name -> digest of the weights that vLLM multiplies with; None for a tensor that cannot be read
-        whole."""
+        """Return name -> digest of the weights that vLLM computes with; None for a tensor that cannot be read."""
         self._sleep.require_weights("digest_weights")
         shapes = {name: self.model.find_hf_shape(name) for name in sorted(self.model.list_hf_names())}
         parts = self.llm.collective_rpc("digest_weights", args=(shapes, self.model.tied, plan))

@@ -1,5 +1,4 @@
-"""The limit on a weight update: an engine that waits for its next bucket samples nothing, and must not wait for
-ever."""
+"""The limit on a weight update: an engine that waits for its next bucket samples nothing, and must end at last."""
 
 import os
 import sys

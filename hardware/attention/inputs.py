@@ -39,8 +39,7 @@ class AttentionInputs:
 
     @classmethod
     def build(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
-        """Build the inputs from ``rotary`` ``[kinds, b, s, d]``, the shape that ``Platform.build_attention_inputs``
-        takes."""
+        """Build the inputs from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` takes it."""
         cos, sin = rotary
         if spec.kind == "bshd":
             return cls("sbhd", spec, (cos.transpose(1, 2).unsqueeze(3), sin.transpose(1, 2).unsqueeze(3)), plan)

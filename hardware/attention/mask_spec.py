@@ -32,7 +32,7 @@ def list_zigzag_positions(padded: int, cp: int, cp_rank: int) -> np.ndarray:
 
 
 def expand_counts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return owner and index within the owner for each of ``sum(counts)`` items: ``[2, 1]`` gives ``([0, 0, 1], [0, 1,
+    """Return owner and index within it for each of ``sum(counts)`` items: ``[2, 1]`` gives ``([0, 0, 1], [0, 1,
     0])``."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -190,8 +190,7 @@ class MaskSpec:
         return int((self.begins + self.padded).max())
 
     def find_holders(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the sequence whose slots hold the token at each ``position`` of each ``sequence``. The arrays
-        broadcast."""
+        """Return the sequence whose slots hold each ``position`` of each ``sequence``. The arrays broadcast."""
         sequence, position = np.broadcast_arrays(sequence, position)
         if self.sharing:
             owners = np.asarray(self.sharing.owners)
@@ -205,8 +204,7 @@ class MaskSpec:
         return sequence, self.begins[sequence] + within
 
     def locate_keys(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the index of each ``position`` of each ``sequence`` among the slots of all ranks, in rank order. They
-        broadcast."""
+        """Return the index of each position among the slots of all ranks, in rank order. The arrays broadcast."""
         holder = self.find_holders(sequence, position)
         local = np.asarray(self.padded, dtype=np.int64) // self.cp
         start, within = (np.cumsum(local) - local)[holder], position - self.begins[holder]
@@ -232,8 +230,7 @@ class MaskSpec:
         return np.cumsum(lengths) - lengths
 
     def find_images(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the number of the image at each position, -1 for text and past a sequence's end. The arrays
-        broadcast."""
+        """Return the number of the image at each position, -1 for text and padding. The arrays broadcast."""
         inside = position < np.asarray(self.lengths, dtype=np.int64)[sequence]
         if self.image_block is None or not len(self.image_block):
             return np.full(inside.shape, -1)

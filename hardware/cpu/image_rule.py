@@ -91,8 +91,7 @@ def list_runs(common: CommonAttentionMetadata) -> list[Run]:
 
 
 def replace_requests(common: CommonAttentionMetadata, runs: list[Run]) -> CommonAttentionMetadata:
-    """Return metadata in which each run is a sequence, with its request's blocks and keys up to the run's last
-    token."""
+    """Return metadata with each run as a sequence, with its request's blocks and keys up to its last token."""
     counts = torch.tensor([0, *(run.stop - run.start for run in runs)])
     starts = counts.cumsum(0).to(common.query_start_loc.dtype)  # [runs + 1]
     requests = torch.tensor([run.request for run in runs])

@@ -24,8 +24,7 @@ from hardware.megatron.marks import mark_sequence_parallel
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm (arXiv:1910.07467). Megatron's own norm refuses sequence parallelism without fused
-    kernels."""
+    """Root mean square norm (arXiv:1910.07467). Megatron's own refuses sequence parallelism without fused kernels."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()

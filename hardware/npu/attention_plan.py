@@ -37,8 +37,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class NpuPlan:
-    """The calls of every rule. Their outputs end to end are those of the slots, reordered by ``slot_row`` ``[s]`` if
-    given."""
+    """The calls of every rule. Their outputs end to end are the slots', reordered by ``slot_row`` ``[s]`` if given."""
 
     calls: dict[Rule, tuple[KernelCall, ...]]
     slot_row: Tensor | None = None

@@ -36,8 +36,7 @@ class NpuSwigluMLP(MLP):
 
 
 def find_mlp(config) -> type[MLP]:
-    """Return the MLP class for a ``TransformerConfig``: the fused one if the MLP is ``silu(gate) * up`` and nothing
-    else."""
+    """Return the MLP class for a ``TransformerConfig``: the fused one if the MLP is only ``silu(gate) * up``."""
     is_gated = config.gated_linear_unit and config.activation_func is F.silu and not config.add_bias_linear
     is_plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
     return NpuSwigluMLP if is_gated and is_plain else MLP

@@ -44,8 +44,7 @@ class NpuLayers:
 
 
 class NpuPlatform(NpuLayers, Platform):
-    """Runs Megatron-core over hccl with the NPU's operators for attention, norms, SwiGLU and rotation, in bf16 or
-    fp32."""
+    """Runs Megatron-core over hccl in bf16 or fp32, with the NPU's attention, norms, SwiGLU and rotation."""
 
     name = "npu"
     evidence = "executed"

@@ -113,8 +113,8 @@ def sapo(
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL by k1, ``logprob - ref``: unbiased and of either sign. Use it in rewards; its mean gradient in a loss
-    is 0."""
+    """Estimate KL by k1, ``logprob - ref``: unbiased, of either sign. Use it in rewards; its gradient in a loss is
+    0."""
     return logprobs - ref_logprobs
 
 

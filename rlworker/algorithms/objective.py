@@ -106,8 +106,7 @@ def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
 
 
 def choose_aggregation(config: RunConfig, aggregation: Aggregation | None = None) -> Aggregation:
-    """Choose the aggregation, which weighs tokens; ValueError where both the user's settings and the code choose
-    one."""
+    """Choose the aggregation, which weighs tokens; ValueError if both the user's settings and the code do."""
     algorithm = config.algorithm
     _refuse_both("aggregation", aggregation, algorithm)
     if aggregation:
@@ -209,8 +208,7 @@ def penalize_reward(batch: TrainBatch, algorithm: Algorithm, max_tokens: int) ->
 
 
 def check_centering(loss: LossFn, algorithm: AlgorithmConfig) -> None:
-    """Raise ValueError where ``policy_loss`` and ``algorithm.score_centering`` do not fit. Other losses are not
-    checked."""
+    """Raise ValueError if ``policy_loss`` and ``algorithm.score_centering`` do not fit; other losses pass."""
     passed = PassedFunction(loss, "loss")
     if passed.inner is not policy_loss:
         return

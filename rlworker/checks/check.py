@@ -69,8 +69,7 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send weights of a further step as ``version``, compare logprobs of samples from them, and send the first weights
-    back."""
+    """Send weights of a further step as ``version``, compare logprobs of samples, and send the first weights back."""
     trainer = engines.trainer
     try:
         moved, target = _move_weights(engines)

@@ -39,8 +39,8 @@ class CheckedEngines:
 
     @property
     def rollout_limits(self) -> tuple[float, float, float]:
-        """Limits of rollout - trainer logprob: mean absolute difference, absolute mean, and maximum, by the coarser
-        dtype."""
+        """Limits of rollout - trainer logprob by the coarser dtype: mean absolute difference, absolute mean,
+        maximum."""
         mean, bias, largest = LIMITS["float32" if self.is_exact else "bfloat16"]["rollout"]
         reference = self.trainer.reference
         if self.config.actor.dtype == "bfloat16" and reference and reference.rounding:

@@ -73,8 +73,7 @@ class Reference:
         return compare_outputs(outputs, TokenOutputs(self.logprobs, self.entropy))
 
     def compare_hidden(self, number: int, states: Tensor) -> float:
-        """Return the largest difference of a layer's hidden states from the reference, relative to the norm of the
-        token's state."""
+        """Return the largest difference of a layer's hidden states, relative to the norm of the token's state."""
         want = self.hidden[number]
         return float(((states.float() - want).norm(dim=1) / want.norm(dim=1)).max())
 
@@ -175,8 +174,7 @@ class _Doubling(TorchFunctionMode):
 
 @contextmanager
 def computing_in_double() -> Iterator[None]:
-    """Compute everything in float64 in this context: transformers casts norms, rotary embeddings and softmax to
-    float32."""
+    """Compute everything in float64 in this context: transformers casts norms, rotation and softmax to float32."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -237,15 +235,13 @@ def score_tokens(
 
 
 def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum ``-(advantage * logprob + 0.1 * entropy)`` over the counting tokens, so that each token has another
-    gradient."""
+    """Sum ``-(advantage * logprob + 0.1 * entropy)`` over counting tokens, so that all gradients differ."""
     terms = -(batch.require_column("advantages") * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
     return terms.sum(), {"loss": terms.sum().detach()}
 
 
 def make_image_arguments(spec: ModelSpec) -> Arguments:
-    """Return a function that makes the image arguments of a sequence for transformers; they are empty without a vision
-    tower."""
+    """Return a function that makes the image arguments of a sequence for transformers; empty without vision."""
     if not (vision := spec.vision):
         return lambda one: {}
     processor, by_rule = ImageProcessor(spec.folder, vision), any(rule.images for rule in spec.rules)

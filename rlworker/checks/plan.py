@@ -97,8 +97,8 @@ def _import_default(recipe: str) -> Config:
         place = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"plan: importing {recipe!r} failed: {reason}, at {place.filename}:{place.lineno}; correct it, and keep what "
-            'starts a run under if __name__ == "__main__"'
+            f"plan: importing {recipe!r} failed: {reason}, at {place.filename}:{place.lineno}; correct it, and keep "
+            'what starts a run under if __name__ == "__main__"'
         ) from None
     default = getattr(module, "DEFAULT", None)
     if not isinstance(default, Config):

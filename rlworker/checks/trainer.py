@@ -110,13 +110,11 @@ class CheckedTrainer:
         return list_kinds(self.platform, self.settings, self.model)
 
     def list_comparisons(self) -> list[tuple[str, Reference]]:
-        """List the layouts to compare with HuggingFace, each with HuggingFace's numbers; empty if HuggingFace did not
-        run."""
+        """List the layouts to compare with HuggingFace, each with HuggingFace's numbers; empty without them."""
         return [(kind, self.reference) for kind in self.kinds if self.reference]
 
     def compute_outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
-        """Compute the outputs of the case's batch, or of another batch, in layout ``kind``. Every replica computes all
-        of it."""
+        """Compute the outputs of ``batch``, or of the case's batch, in layout ``kind``. Every replica computes all."""
         outputs = self.call_ranks("compute_outputs", kind, batch or self.case.batch)
         return next(part for part in outputs if part is not None)
 
@@ -137,8 +135,7 @@ def list_kinds(platform: str, settings: MegatronConfig, model: ModelSpec) -> tup
 
 
 def list_platform_limits(platform: Platform) -> list[Finding]:
-    """Return the last row of the report, which names what the platform does not cover; empty if it covers
-    everything."""
+    """Return the last row of the report, which names what the platform does not cover; empty if nothing."""
     covered = Finding("platform", platform.name, "ok", describe(platform), platform.evidence)
     return [covered] if platform.not_covered else []
 

@@ -77,8 +77,7 @@ def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> 
 
 
 def look(needs: Needs) -> dict[str, str]:
-    """Describe the models, files and packages of this node: name -> line of text, equal on nodes where the thing is
-    equal."""
+    """Describe models, files and packages of this node: name -> line of text, equal where the thing is equal."""
     seen = {f"model {folder!r}": _describe_model(folder) for folder in needs.models}
     seen |= {f"image folder {folder!r}": _describe_entry(Path(folder)) for folder in needs.images}
     seen |= {f"run folder {str(Path(needs.token).parent)!r}": _try_folder(Path(needs.token))}

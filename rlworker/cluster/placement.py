@@ -1,5 +1,4 @@
-"""Placement of a run's workers: devices that belong together go to one node, and nodes are filled in order of
-address."""
+"""Placement of a run's workers: devices that belong together go to one node; nodes are filled by address."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

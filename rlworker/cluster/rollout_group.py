@@ -158,8 +158,7 @@ class Rollouts:
     def call_alive(
         self, method: Callable[Concatenate[RolloutWorker, P], Any], *args: P.args, **keywords: P.kwargs
     ) -> None:
-        """Call a method of ``RolloutWorker`` on every engine, and ignore engines that are lost: their next use
-        raises."""
+        """Call a method of ``RolloutWorker`` on every engine; a lost engine is ignored until its next use."""
         for call in [getattr(worker, method.__name__).remote(*args, **keywords) for worker in self.workers]:
             try:
                 wait_for([call])
@@ -203,8 +202,7 @@ class Rollouts:
         self.replace(list(lost))
 
     def replace(self, lost: Sequence[int]) -> None:
-        """Start new engines in place of those with the indices ``lost``, and send them the weights of the other
-        engines."""
+        """Start new engines in place of those with the indices ``lost``, and send them the current weights."""
         assert self._note and self._send_weights, "replace_lost comes first"
         old = {_name_engine(index): self.workers[index] for index in lost}
         self._note(dict.fromkeys(old, "could not be reached") | find_lost(old))

@@ -110,8 +110,7 @@ _watch = _Watch()
 
 @contextmanager
 def limiting_stalls(timeout_s: float) -> Iterator[None]:
-    """Set the stall timeout in this context: seconds of a wait without an answer after which a worker counts as
-    hanging."""
+    """Set the stall timeout in this context: seconds of a wait without an answer until a worker counts as hung."""
     before, _watch.timeout_s = _watch.timeout_s, timeout_s
     try:
         yield
@@ -160,8 +159,7 @@ def wait_for(references: Sequence[Any]) -> list:
 
 
 def wait_until(wait: Callable[[float], bool]) -> None:
-    """Wait until ``wait(seconds)`` returns True, with the checks of ``wait_for``; use it where no Ray call is waited
-    for."""
+    """Wait until ``wait(seconds)`` returns True, with the checks of ``wait_for``, for other than Ray calls."""
     looked = time.monotonic()
     _listen(0.0)  # to what was answered between two waits
     while not wait(_SLICE_S):
@@ -259,8 +257,7 @@ def describe_lost(lost: Mapping[str, str]) -> str:
 
 
 def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
-    """Return name -> cause for the workers whose process has ended, and for watched workers that neither answer nor
-    compute."""
+    """Return name -> cause for workers that have ended, and for watched ones that neither answer nor compute."""
     questions: dict[Any, str] = {_ask(worker): name for name, worker in workers.items()}
     if not questions:
         return {}

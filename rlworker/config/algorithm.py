@@ -220,8 +220,8 @@ class AlgorithmConfig:
             )
         if parts.dynamic_sampling and samples_per_prompt == 1:
             raise ValueError(
-                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise --samples-per-prompt or set "
-                "--algorithm.dynamic-sampling 0"
+                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise "
+                "--samples-per-prompt or set --algorithm.dynamic-sampling 0"
             )
 
     def _refuse(self, key: str, reason: str) -> NoReturn:
@@ -279,7 +279,6 @@ class AlgorithmConfig:
 
 
 def split_importance(importance: str) -> tuple[Level, str]:
-    """Split the name of an importance weight into level and kind: ``sequence_masked`` into ``sequence`` and
-    ``masked``."""
+    """Split the name of an importance weight into level and kind: ``sequence_masked`` is sequence and masked."""
     level, _, kind = importance.rpartition("_")
     return cast(Level, level or "token"), kind

@@ -48,8 +48,7 @@ def check_beside_actor(
 
 
 def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:
-    """Raise ValueError if a model gets other tokens or pixels for an image than the actor, or only one of the two has
-    vision."""
+    """Raise ValueError if a model and the actor differ in tokens or pixels of images, or one has no vision."""
     seeing = [(spec.folder, spec.vision) for spec in (model, actor) if spec.vision]
     if not seeing:
         return

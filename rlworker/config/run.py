@@ -281,8 +281,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """The groups of workers, as ``TrainingConfig.worker_groups`` describes; colocated rollout engines are left
-        out."""
+        """The groups of workers as in ``TrainingConfig.worker_groups``, without colocated rollout engines."""
         trainers = ["actor", *dict.fromkeys(self.placement.dedicated_devices)]
         engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
         apart = [] if self.placement.colocate else [engines]

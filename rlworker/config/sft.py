@@ -70,8 +70,7 @@ class SftConfig(TrainingConfig):
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """The only group of workers: name, number of ranks, devices of a rank, and consecutive ranks that must share a
-        node."""
+        """The only group of workers: name, ranks, devices of a rank, and consecutive ranks that must share a node."""
         return [("actor", self.actor.ranks, 1, self.actor.tp)]
 
     def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:

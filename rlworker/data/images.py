@@ -130,8 +130,7 @@ class ImageReader:
         return path
 
     def replace_markers(self, text: str, tokenizer: Any) -> str:
-        """Replace ``<image>`` and ``<video>`` in a prompt by the model's tokens; ``expand_ids`` repeats the tokens
-        later."""
+        """Replace ``<image>`` and ``<video>`` in a prompt by one token each, which ``expand_ids`` repeats later."""
         vision = self.vision
         ids = [vision.start_token, vision.image_token, vision.end_token]
         ids += [] if vision.tower.no_videos or vision.video_token is None else [vision.video_token]
@@ -159,8 +158,7 @@ class ImageReader:
                 )
 
     def check_places(self, ids: Sequence[int], images: Sequence[Image], where: str, data: DataConfig) -> None:
-        """Raise ValueError if the number of images or videos differs from the number of their places in a prompt's
-        ids."""
+        """Raise ValueError if the number of images or videos differs from their places in a prompt's ids."""
         videos = sum(isinstance(image, Video) for image in images)
         for token, kind, marker, count, option in (
             (self.vision.image_token, "images", MARKER, len(images) - videos, "image_field"),

@@ -59,8 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one source, and ``skipped``, the number of rows that were left out because their prompt is too
-    long."""
+    """The rows of one source; ``skipped`` is the number of rows that were left out for too long a prompt."""
 
     rows: list[Row]
     skipped: int
@@ -211,8 +210,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
             continue
         if not 0 < len(ids) <= limit:
             raise ValueError(
-                f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change the prompt, '
-                "raise --data.max-prompt-tokens or skip long prompts with --data.skip-long-prompts"
+                f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change the prompt,'
+                " raise --data.max-prompt-tokens or skip long prompts with --data.skip-long-prompts"
             )
         rows.append(Row(text, tuple(ids), source[data.answer_field], source, own, chat))
     if not rows:

@@ -66,8 +66,7 @@ def _read_lines(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def list_files(path: str) -> list[str]:
-    """Return the JSONL or parquet files that hold the rows at ``path``; empty for a data set of the hub or a saved
-    one."""
+    """Return the JSONL or parquet files with the rows at ``path``; empty for a data set of the hub or a saved one."""
     if path.startswith("hf:"):
         return []
     return [path] if Path(path).is_file() else _list_shards(path)

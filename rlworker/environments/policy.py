@@ -37,8 +37,7 @@ class ToolFailure(Exception):
 
 
 class EpisodeLimit(Exception):
-    """An environment samples past a limit of ``config.environment``, turns or tokens. It may catch this and end the
-    episode."""
+    """An environment samples past its limit of turns or tokens. It may catch this and end the episode."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ RewardFn = Callable[[str, Row], float | Awaitable[float]]
 BatchRewardFn = Callable[[list[str], list[Row]], Sequence[float]]
 Scorer = RewardFn | BatchRewardFn
 AnswerFn = Callable[[str, Row], str]
-"""``answer(text, row)`` returns the answer found in a text, on which validation votes (maj@k); empty where there is
-none."""
+"""``answer(text, row)`` returns the answer in a text, for votes of validation (maj@k); empty if there is none."""
 Environment = Callable[[Policy, Row], Awaitable[Episode]]
 """``async def environment(policy, row) -> Episode`` runs one episode."""
 
@@ -32,8 +31,7 @@ _TEXT = re.compile(r"(text|completion|response|answer|output|solution)s?(_str)?"
 
 
 def batch_reward(reward: BatchRewardFn) -> BatchRewardFn:
-    """Mark ``reward(texts, rows)``, which returns one number per text: it is called once for all samples of a
-    prompt."""
+    """Mark ``reward(texts, rows)``, which returns a number per text, as called once for all samples of a prompt."""
     marked: Any = reward
     try:
         marked.batch = True
@@ -178,8 +176,7 @@ def check_reward(reward: Any) -> None:
 
 
 def check_arguments(function: Callable, call: str) -> None:
-    """Raise ValueError where a function does not take two arguments. ``call`` is the expected form: ``"reward(text,
-    row)"``."""
+    """Raise ValueError if a function cannot be called with two arguments, as in ``call``: ``"reward(text, row)"``."""
     try:
         signature(function, follow_wrapped=False).bind(None, None)  # a wrapper may take other arguments
     except TypeError as error:

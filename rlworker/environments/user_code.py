@@ -14,8 +14,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPT = signal.SIGRTMIN
-"""Signal that ends a call that takes too long. It is not SIGALRM, which reward libraries use for their own time
-limits."""
+"""Signal that ends a call that takes too long; not SIGALRM, which reward libraries use themselves."""
 _MESSAGE_CHARACTERS = 300
 
 

@@ -97,8 +97,8 @@ class Curriculum:
         return np.searchsorted(self.bounds, values)
 
     def describe(self) -> str:
-        """Describe sources and buckets: "a 200 rows 50 %, b 40 rows 50 %; buckets up to 1 25 %, up to 2 75 %; pass
-        rates ..."."""
+        """Describe the sources and buckets: "a 200 rows 50 %, b 40 rows 50 %; buckets up to 1 25 %, up to 2 75 %;
+        ..."."""
         spell = lambda weight, weights: f"{100 * weight / sum(weights):.3g} %"  # noqa: E731
         sources = zip(self.names, self.spans, self.weights)
         text = ", ".join(f"{name} {len(rows)} rows {spell(own, self.weights)}" for name, rows, own in sources)
@@ -195,8 +195,7 @@ class Curriculum:
     # -- what was learned from
 
     def note(self, draw: int, rewards: Sequence[Sequence[float]]) -> None:
-        """Record the rewards ``[P][G]`` of rollout number ``draw``, in the order of its picks: they update the pass
-        rates."""
+        """Record the rewards ``[P][G]`` of rollout ``draw``, in the order of its picks, and update pass rates."""
         for row, own in zip(self.picks[draw], rewards, strict=True):
             rate = sum(reward >= self.config.pass_reward for reward in own) / len(own)
             known = self.rates[row]
@@ -210,8 +209,7 @@ class Curriculum:
             self.window.clear()
 
     def measure(self) -> dict[str, float]:
-        """Compute metrics: share and pass rate of each source and bucket since the last call, and the share of rows
-        left out."""
+        """Compute metrics: share and pass rate of sources and buckets since the last call, and share left out."""
         noted, self.noted = self.noted, []
         rows, rates = np.asarray([row for row, _ in noted], np.int64), np.asarray([rate for _, rate in noted])
         known = ~np.isnan(self.rates)

@@ -97,8 +97,7 @@ class EpisodeState:
             self.sequences[-1].append(context)
 
     def add_sample(self, completion: Completion, calls: ToolCalls | None) -> None:
-        """Record the sample of a turn, and the tool calls that were parsed from it (None where none were looked
-        for)."""
+        """Record the sample of a turn, and the tool calls that a parser found in it; None without a parser."""
         self.sequences[-1].append(Segment(completion.token_ids, len(self.samples), (), completion))
         self.samples.append((self.context, Sample.read(completion, calls)))
         self.is_asked = False
@@ -165,8 +164,7 @@ class EpisodeStates:
         return [one for one in self._states.values() if one.slot == slot and one.trajectory is None]
 
     def begin(self, states: Sequence[EpisodeState]) -> list[Job]:
-        """Make the jobs that are sent to a process to begin these episodes; samples that an episode already has are
-        sent along."""
+        """Make the jobs by which a process begins these episodes; samples that an episode has are sent along."""
         sizes, jobs = Counter(state.group for state in states), []
         for state in states:
             state.told, state.waits = len(state.samples), False
@@ -176,8 +174,7 @@ class EpisodeStates:
         return jobs
 
     def take(self, reply: Reply) -> Iterator[tuple[Key, Request]]:
-        """Record the reply of a process, and yield ``(key, request)`` for each sample that has to be requested from an
-        engine."""
+        """Record the reply of a process, and yield ``(key, request)`` for each sample to request from an engine."""
         self._losses = 0
         for number, call, outcome in reply.tools:
             self._states[number].tools[call] = outcome
@@ -195,8 +192,7 @@ class EpisodeStates:
             yield (state.batch.number, ask.number), state.make_request(ask.max_tokens, ask.stop_token_ids)
 
     def address(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        """Return the samples to send to one process: ``{episode: sample}`` for those of ``numbers`` that wait and have
-        one."""
+        """Return ``{episode: sample}`` for a process: of those in ``numbers`` that wait and have a new sample."""
         found = [self._states[number] for number in numbers]
         states = [one for one in found if one.waits and one.told < len(one.samples) and one.trajectory is None]
         for state in states:

@@ -126,8 +126,7 @@ class RolloutLoop:
         return Completions.concatenate(batch.groups)
 
     def forget(self, stream: tuple[int, ...]) -> None:
-        """Forget all batches, and draw from the random numbers of ``stream`` from now on, as going back to a checkpoint
-        needs."""
+        """Forget all batches, and draw from the random numbers of ``stream`` from now on. Going back needs this."""
         self._call(lambda: self._forget(stream)).result()
 
     def __enter__(self) -> RolloutLoop:

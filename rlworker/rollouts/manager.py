@@ -113,8 +113,7 @@ class RolloutManager:
         return score_groups(groups, self.codec)
 
     def draw_heldout(self, place: int, rows: list[Row], count: int, temperature: float) -> list[TrajectoryGroup]:
-        """Run ``count`` episodes of each row of held-out set number ``place``; temperature 0 takes the likeliest
-        tokens."""
+        """Run ``count`` episodes of each row of held-out set number ``place``; temperature 0 samples greedily."""
         sampling = replace(self.make_sampling(count, VALIDATION + place), temperature=temperature)
         return self._draw(rows, sampling, lambda _: nullcontext())
 
@@ -154,8 +153,7 @@ class RolloutManager:
         self.loop.forget((self.config.seed, rollouts_done, STREAM))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: ``rollouts``, ``prompts``, ``completion_tokens`` and, with one,
-        ``curriculum``."""
+        """Return the state for a checkpoint: ``rollouts``, ``prompts``, ``completion_tokens`` and ``curriculum``."""
         state = {"rollouts": self.rollouts_done, "prompts": self.prompts_done}
         state |= {"curriculum": self.curriculum.get_state()} if self.curriculum else {}
         return state | {"completion_tokens": self.completion_tokens}

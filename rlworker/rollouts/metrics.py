@@ -49,8 +49,7 @@ class Scores:
     examples: list[Failure]
 
     def count_failures(self, name: str) -> dict[str, int]:
-        """Return the counts of failures as metrics: ``{name}_failures``, and ``{name}_{kind}`` of each kind that
-        occurred."""
+        """Return counts of failures as metrics: ``{name}_failures``, and ``{name}_{kind}`` of kinds that occurred."""
         kinds = {f"{name}_{kind}": count for kind, count in self.failures.items()}
         return {f"{name}_failures": sum(self.failures.values())} | kinds
 

@@ -74,8 +74,7 @@ class RequestQueue:
 
     runs_ahead, sampling_seconds = True, 0.0
     longest_s = 0.05
-    """Seconds after which a process reports the samples that its episodes need, though some of its episodes still
-    run."""
+    """Seconds after which a process reports the samples that its episodes need, while others still run."""
 
     def __init__(self, rollouts: Rollouts, stream: tuple[int, ...]):
         self._rollouts, self._stream, self._seeds = rollouts, stream, 0

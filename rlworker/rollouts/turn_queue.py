@@ -57,8 +57,7 @@ class TurnQueue:
         self._held = [one for one in self._held if one[0] not in gone]
 
     def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
-        """Sample all held requests, in the order of their keys, if no episode runs (``is_idle``); else return an empty
-        list."""
+        """Sample all held requests, in order of their keys, if no episode runs (``is_idle``); else return none."""
         if not (is_idle and self._held):
             return []
         held, self._held = sorted(self._held, key=lambda one: one[0]), []

@@ -44,8 +44,7 @@ def digest_text(text: str) -> FileDigest:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Compute the digest of a file, some megabytes in memory at a time. OSError, with the path, if it cannot be
-    read."""
+    """Compute the digest of a file, some megabytes in memory at a time. OSError, with the path, if unreadable."""
     state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(_READ_BYTES))
     try:
         with open(path, "rb", buffering=0) as file:

@@ -41,8 +41,7 @@ class Inputs:
         self.image_folders: set[str] = set()
 
     def find_model(self, name: str) -> str:
-        """Return the folder of the model ``name``, like ``engines.models.hub.find_model``; a model of the hub keeps its
-        commit."""
+        """Return the folder of the model ``name``; a model of the hub keeps the commit that the run began with."""
         commits = self._read().get(_HUB, {}) | self._held.get(_HUB, {})
         folder = find_model(name, commits.get(name, ""))
         if name.startswith(PREFIX) and (commit := name_snapshot(folder)[1]):

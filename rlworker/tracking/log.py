@@ -108,8 +108,7 @@ class RunLog:
         self._tracked = first_step - 1  # the last step that trackers have
 
     def go_back(self, step: int) -> None:
-        """Continue after ``step``, to which metrics.jsonl was cut. Trackers keep later steps and do not get them
-        again."""
+        """Continue after ``step``, to which metrics.jsonl was cut. Trackers do not get repeated steps again."""
         self._metrics.close()
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._told.clear()
@@ -117,8 +116,7 @@ class RunLog:
         self._bar.refresh()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of step ``step``, the number of steps done so far, and ``time_wall``, the age of this
-        process in s."""
+        """Record the metrics of step ``step``, and ``time_wall``, the age of this process in seconds."""
         metrics = metrics | {"time_wall": read_process_age()}
         self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
         self._metrics.flush()

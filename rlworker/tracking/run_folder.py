@@ -50,8 +50,7 @@ _PROBE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Score:
-    """The metric by which checkpoints are compared: ``name``, and ``sign``, +1 if larger is better and -1 if smaller
-    is."""
+    """The metric that compares checkpoints: ``name``, and ``sign``, +1 if larger is better, -1 if smaller is."""
 
     name: str
     sign: int
@@ -258,8 +257,7 @@ class RunFolder:
         return text + "begin again with another --run-dir: no other checkpoint of this run is whole"
 
     def find_best(self, score: Score) -> tuple[Path, float] | None:
-        """Return the checkpoint with the best score and that score; of equals, the latest. None if no checkpoint has a
-        score."""
+        """Return the checkpoint with the best score, of equals the latest, and the score; None without scores."""
         states = [(f, _read_state(f).get(score.name)) for f in reversed(self.list_checkpoints())]
         return max(((f, s) for f, s in states if s is not None), key=lambda pair: score.sign * pair[1], default=None)
 

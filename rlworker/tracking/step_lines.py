@@ -24,8 +24,7 @@ def keep_steps(path: Path, last: int) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is never seen half-written: under another name first, which is changed once it is on
-    disk."""
+    """Write a file so that it is never seen half-written: under another name until it is on disk."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)

@@ -32,8 +32,7 @@ if LOGGER.level == logging.NOTSET:
 
 
 def log_start(text: str) -> None:
-    """Log that a part of the start is done, with the seconds since the program began, since a start may take
-    minutes."""
+    """Log that a part of the start is done, with the seconds since the program began."""
     LOGGER.info("start %7.1f s  %s", read_process_age(), text)
 
 

@@ -33,8 +33,7 @@ class TrackedRun:
     config: dict
 
     def keep_id(self, tracker: str) -> str:
-        """Return the id by which ``tracker`` knows this run. The id is stored, so that a resumed run continues the same
-        record."""
+        """Return the id by which ``tracker`` knows this run; it is stored, so that a resumed run continues it."""
         file = self.folder / tracker / "run_id"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():

@@ -23,8 +23,7 @@ _NAMED = 4
 """Most tensors that a message names."""
 
 Read = Mapping[str, int | None]
-"""Name of a tensor -> digest of the weights that a rollout engine computes with; None where they cannot be read
-back."""
+"""Name of a tensor -> digest of the weights that an engine computes with; None if they cannot be read back."""
 
 
 class SyncedWeights:
@@ -60,8 +59,7 @@ class SyncedWeights:
         return _describe_unlike(self._sent, read)
 
     def send_to_new(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> str:
-        """Send the actor's weights to engines that replace lost ones, read all of them back and return what ``compare``
-        does."""
+        """Send the actor's weights to engines that replace lost ones, and compare all of them as ``compare`` does."""
         plan = DigestPlan(self._dtype)
         sent = _send(actor, engines, version, plan)
         return _describe_unlike(sent, wait_for([engine.digest_weights.remote(plan) for engine in engines]))
@@ -84,8 +82,7 @@ def _describe_unlike(sent: Mapping[str, int], engines: Sequence[Read]) -> str:
 
 
 def describe_limits(config: RunConfig, floor: float | None) -> str:
-    """Describe, for the terminal, which differences of logprobs end the run, and the floor that the limits follow
-    from."""
+    """Describe which differences of logprobs end the run, and the floor from which the limits follow."""
     mean, largest = config.find_logprob_limits(floor)
     text = f"limits: the mean |rollout - trainer logprob| may be {mean:.1e}"
     text += f", the largest {largest:.1e}" if math.isfinite(largest) else ""

@@ -53,8 +53,7 @@ class Canary:
         return {name: max(part.get(name, 0.0) for part in parts) for name in {**parts[0], **parts[-1]}}
 
     def measure_floor(self) -> float | None:
-        """Measure the mean |rollout - trainer logprob| over at least 256 prompt tokens; None where no prompt has
-        text."""
+        """Measure the mean |rollout - trainer logprob| over 256 prompt tokens or more; None without such text."""
         longest = min(self.longest, _FLOOR_TOKENS + 1)
         texts = cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, longest)
         return self._compare(texts, scores_prompt=True)["logprob_diff_mean"] if texts else None

@@ -210,8 +210,7 @@ class Trainer(Run[RunConfig]):
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean reward of greedy answers to each held-out set, and estimates from samples; empty without
-        sets."""
+        """Return the mean greedy reward of each held-out set, and estimates from samples; empty without sets."""
         if not self.heldout:
             return {}
         clock = StepClock()

@@ -82,8 +82,7 @@ def graceful_stop() -> Iterator[Stop]:
 
 
 def block_signals() -> None:
-    """Block SIGTERM and SIGINT in this thread, so that the main thread receives them; it may hold them back for a
-    while."""
+    """Block SIGTERM and SIGINT in this thread, so that the main thread gets them; it may hold them back."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 

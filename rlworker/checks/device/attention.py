@@ -132,8 +132,7 @@ def compare_attention(
 
 
 def find_holding_tokens(lengths: tuple[int, ...], sharing: Sharing | None) -> Tensor:
-    """Return for each token the number of the token whose slot holds it, ``[N]`` long: its own number unless it is
-    shared."""
+    """Return for each token the token whose slot holds it, ``[N]`` long: the token itself unless it is shared."""
     sequence, position = expand_counts(np.asarray(lengths))
     holder = MaskSpec("thd", lengths, lengths, sharing=sharing).find_holders(sequence, position)
     return torch.from_numpy((np.cumsum(lengths) - lengths)[holder] + position)

@@ -38,8 +38,7 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """Tell whether the device is the host's processor: that of an emulator, or of a platform without other
-        devices."""
+        """Tell whether the device is the host's processor, as on an emulator or a platform without devices."""
         return self.device.type == torch.get_default_device().type
 
     def make_finding(

@@ -108,8 +108,7 @@ class WorkerNode:
 
 
 def find_nodes(count: int) -> list[WorkerNode]:
-    """Return at most ``count`` living nodes to run environment workers on: the driver's first, then in order of
-    address."""
+    """Return at most ``count`` living nodes for environment workers, the driver's first, then by address."""
     here = ray.get_runtime_context().get_node_id()
     alive = [
         (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"]

@@ -24,8 +24,7 @@ from rlworker.environments.record import IDLE, Job, Sample, Segment
 _OURS = str(Path(__file__).parent.parent)
 
 ReportFn = Callable[[int, int], None]
-"""A function that is called with number and turn of the episode that takes a step, and with ``IDLE`` where none
-does."""
+"""A function that is called with number and turn of the episode that takes a step; ``IDLE`` for none."""
 
 
 class RunningEpisode(Policy):
@@ -65,8 +64,7 @@ class RunningEpisode(Policy):
         return self.episode.turns if self.episode else 0
 
     def find_context(self, episode: Episode) -> tuple[bool, Segment]:
-        """Return the tokens of the last sequence that the driver does not know, and whether they are a whole new
-        sequence."""
+        """Return whether the last sequence is new to the driver, and its tokens that the driver does not know."""
         (sequences, known), last = self.known_segments, episode.sequences[-1]
         has_own_prompt = episode.turns == 0 and last[0].token_ids is not episode.row.prompt_ids
         is_new = len(episode.sequences) > sequences or has_own_prompt

@@ -55,8 +55,7 @@ class EnvWorker:
 
 
 class Progress:
-    """The progress of a process, in a file that the driver reads: number of steps begun, then episode and turn of the
-    last step."""
+    """The progress of a process, in a file for the driver: number of steps, and episode and turn of the last."""
 
     def __init__(self):
         self._numbers: Any = [0, 0, 0]

@@ -61,8 +61,7 @@ def _name_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def list_results(run: RunRecord) -> dict[str, float | str]:
-    """List the results of a run: its steps, tokens and seconds, its last reward, and its first, last and best held-out
-    scores."""
+    """List the results of a run: steps, tokens, seconds, last reward, and first, last and best held-out scores."""
     ends = {axis: round(places[-1]) for axis, places in run.measure_axes().items() if places}
     results: dict[str, float | str] = {"steps" if axis == "step" else axis: end for axis, end in ends.items()}
     if rewards := [line["reward"] for line in run.lines if "reward" in line]:
