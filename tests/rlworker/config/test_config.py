@@ -282,7 +282,7 @@ def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where,
 def test_other_names_are_those_of_the_installed_packages():
     assert VllmConfig(vllm={"enforce_eager": False, "block_size": 64}).vllm["block_size"] == 64
     assert MegatronConfig(megatron={"barrier_with_L1_time": False, "cp_comm_type": "p2p"}).megatron
-    with pytest.raises(ValueError, match=r"vllm has 'blok_size', which is not there .*; did you mean 'block_size'"):
+    with pytest.raises(ValueError, match=r"vllm has 'blok_size', which the library .*; did you mean 'block_size'"):
         VllmConfig(vllm={"blok_size": 64})
     with pytest.raises(ValueError, match="vllm has block_size 'large', expected a whole number or null"):
         VllmConfig(vllm={"block_size": "large"})
