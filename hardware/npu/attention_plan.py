@@ -176,7 +176,7 @@ def _plan_indexed(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) 
     of a rank, or under context parallelism two, over the low chunks of all sequences and over the high ones."""
     if 1 in modes.values():
         kind = "under context parallelism" if spec.cp > 1 else "whose sequences share a prompt"
-        advice = "leave out the override, or set --actor.share none"
+        advice = "leave the cell out of --actor.attention-override, or set --actor.share none"
         raise ValueError(f"attention: an NPU takes no mask of a pack {kind}; {advice}")
     modes = {rule: 3 if mode == 2 else mode for rule, mode in modes.items()}  # from the last key on, not the first
     padded = np.asarray(spec.padded, dtype=np.int64)
