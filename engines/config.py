@@ -13,13 +13,13 @@ from hardware.attention.rollouts import check_rollout_override
 from hardware.attention.rules import compute_slot_unit
 
 MOST_KEPT = 1024
-"""Largest top_k: so many ids may travel with every sampled token."""
+"""Largest top_k, since all kept ids travel with every sampled token."""
 
 VLLM_VOCAB_UNIT = 64
-"""vLLM pads a vocabulary to a multiple of this before it cuts it (0.32, layers/vocab_parallel_embedding.py)."""
+"""Multiple to which vLLM pads a vocabulary before it cuts it (0.32, layers/vocab_parallel_embedding.py)."""
 
 VLLM_BATCHED_TOKENS = 4096
-"""vLLM's default of tokens in one forward pass on a CPU (0.32, engine/arg_utils.py)."""
+"""vLLM's default for the most tokens of a forward pass on a CPU (0.32, engine/arg_utils.py)."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class MegatronConfig:
             )
         if self.share in ("prompts", "tree") and self.layout == "bshd":
             raise ValueError(
-                f"actor: share={self.share} needs slots that sequences have in common, and rows of layout=bshd have "
-                "none; set --actor.layout thd, or leave --actor.share out"
+                f"actor: share={self.share} computes common beginnings of sequences once, which layout=bshd cannot; "
+                "set --actor.layout thd, or leave --actor.share out"
             )
         check_override(self.attention_override)
         if self.megatron:
@@ -131,12 +131,11 @@ class MegatronConfig:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: replicas of the model."""
+        """Data-parallel size: the number of replicas of the model."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check_longest(self, longest: int) -> None:
-        """Raise ValueError where a fixed number of slots does not hold the longest sequence; its last token is no
-        input."""
+        """Raise ValueError if a fixed number of slots cannot hold the longest sequence without its last token."""
         unit = compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)
         need = -(-(longest - 1) // unit) * unit
         if 0 < self.slots < need:
@@ -146,7 +145,7 @@ class MegatronConfig:
             )
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise ValueError where the parallel sizes do not divide the model, or nothing is left to learn."""
+        """Raise ValueError if the parallel sizes do not divide the model, or ``freeze`` leaves nothing to learn."""
         # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.
         for name, value in (
             ("attention heads", model.heads),
@@ -160,9 +159,9 @@ class MegatronConfig:
                 f"actor: tp={self.tp} leaves a rank none of the model's {model.vocab} tokens; lower --actor.tp"
             )
         if self.freeze and not model.vision:
-            raise ValueError(f"actor: freeze={self.freeze} names parts of a vision-language model; leave it out")
+            raise ValueError(f"actor: freeze={self.freeze} is for models with vision only; leave --actor.freeze out")
         if set(self.freeze) == set(get_args(Part)):
-            raise ValueError("actor: freeze leaves nothing to learn; leave one part out")
+            raise ValueError("actor: freeze of all parts leaves nothing to learn; leave one out of --actor.freeze")
         if "language" in self.freeze and self.pp > 1:
             raise ValueError(f"actor: freeze=language leaves stages of pp={self.pp} nothing to learn; set --actor.pp 1")
         if model.layers % self.pp:
@@ -202,7 +201,7 @@ class SamplingConfig:
     """Sample on past the tokens that end an answer, up to max_new_tokens."""
 
     def check_sampling(self) -> None:
-        """Raise ValueError where a setting of the sampling cannot be, or needs another."""
+        """Raise ValueError if a setting of the sampling is out of range, or needs another setting."""
         # Below vLLM samples at 0.01 (0.32, sampling_params), or greedily; above it refuses.
         rule = "from 0.01 to 2, which vLLM takes (a greedy policy has no gradient)"
         check_numbers("rollout", self, rule, lambda x: 0.01 <= x <= 2, "temperature")
@@ -223,7 +222,9 @@ class SamplingConfig:
                 "--rollout.min-new-tokens"
             )
         if "" in self.stop:
-            raise ValueError("rollout: stop has an empty text, which ends every completion; leave it out")
+            raise ValueError(
+                "rollout: stop has an empty text, which ends every completion; remove it from --rollout.stop"
+            )
 
 
 @dataclass(frozen=True)
@@ -279,11 +280,11 @@ class VllmConfig(SamplingConfig):
 
     @property
     def devices(self) -> int:
-        """Devices of all engines."""
+        """Number of devices of all engines."""
         return self.engines * self.tp
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise ValueError where vLLM would refuse the model, or compute it otherwise than the trainer."""
+        """Raise ValueError if vLLM would refuse the model, or compute it in another way than the trainer."""
         self.check_cut(model)
         if self.top_k > model.vocab:
             raise ValueError(
@@ -304,7 +305,7 @@ class VllmConfig(SamplingConfig):
             )
 
     def check_cut(self, model: ModelSpec) -> None:
-        """Raise ValueError where the devices of an engine cannot take equal parts of the model."""
+        """Raise ValueError if the devices of an engine cannot hold equal parts of the model."""
         # vLLM can also give a key-value head to several devices; no test of ours runs that.
         sizes = {
             "attention heads": model.heads,

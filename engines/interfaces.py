@@ -22,20 +22,21 @@ data-parallel ranks; a name that ends in ``_max`` is a maximum.
 """
 
 OffloadPart = Literal["weights", "gradients", "optimizer"]
-"""Parts that a training engine holds on its device; ``optimizer`` is moments, and fp32 masters of bf16 weights."""
+"""Parts of a training engine on its device; ``optimizer`` is the moments, and fp32 masters of bf16 weights."""
 Tag = Literal["weights", "kv_cache"]
-"""Parts that a rollout engine holds on its devices, by vLLM's names."""
+"""Parts of a rollout engine on its devices, by vLLM's names."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step, as one data-parallel rank saw it.
+    """The result of one optimizer step, on one data-parallel rank.
 
     Attributes:
         metrics: metric sums over this rank's shard.
-        outputs: those of this rank's shard, from the weights before the step; None on ranks that are not the leader.
-        grad_norm: global L2 norm of the gradient before clipping; NaN where the gradient was not finite on some rank
-            and the step was refused: the weights are as they were. lr: the learning rate that was used.
+        outputs: outputs of this rank's shard, from the weights before the step; None on ranks that are not the leader.
+        grad_norm: global L2 norm of the gradient before clipping; NaN if the gradient was not finite on some rank, in
+            which case the weights are unchanged.
+        lr: the learning rate of the step.
     """
 
     metrics: dict[str, float]
@@ -45,22 +46,23 @@ class StepResult:
 
 
 class TrainEngine(Protocol):
-    """A model that learns, spread over ranks; every rank holds one and every method is collective."""
+    """A training engine, spread over ranks. Every rank holds one, and all ranks must call each method together."""
 
     model: ModelSpec
     dp_rank: int
     dp_size: int
     is_leader: bool
-    """This rank holds the outputs of its data-parallel replica."""
+    """Whether this rank returns the outputs of its data-parallel replica."""
 
     def forward(self, shard: Shard, raw: bool = False, every: bool = False) -> Outputs | None:
         """Compute outputs ``[N]`` of this replica's shard, in its order; None on ranks that are not the leader.
 
-        Logprobs and entropies are those of targets that count (``Shard.find_scored``), and 0 elsewhere.
+        Logprobs and entropies are computed for targets that count or have a weight (``Shard.find_scored``), and are 0
+        elsewhere.
 
         Args:
-            raw: of the logits as they are, at temperature 1 and with no token banned.
-            every: of all targets.
+            raw: whether to take the logits as they are, at temperature 1 and with no token banned.
+            every: whether to compute logprobs and entropies of all targets.
         """
         ...
 
@@ -73,7 +75,8 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, folder: str) -> list[str]:
-        """Write weights, optimizer and learning rate's schedule into a folder that is empty, every rank its share.
+        """Write weights, optimizer and the schedule of the learning rate into an empty folder; every rank writes its
+        share.
 
         Returns:
             the names of the files that this rank wrote.
@@ -89,18 +92,18 @@ class TrainEngine(Protocol):
         ...
 
     def onload(self, parts: Sequence[OffloadPart]) -> None:
-        """Bring parts back onto the device."""
+        """Move parts back onto the device."""
         ...
 
 
 class RolloutEngine(Protocol):
-    """A rollout engine: it samples completions and takes new weights."""
+    """A rollout engine: it samples completions and loads new weights."""
 
     version: int
     """Version of its weights; the starting weights are version 0."""
 
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
-        """Sample the completions of each request: one round, which ends with the last of them."""
+        """Sample the completions of all requests, and return them once the last is done."""
         ...
 
     def seed(self, seed: int) -> None:
@@ -108,21 +111,21 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
-        """Take one bucket of new weights; ``last`` makes them count as ``version``. A first bucket begins anew."""
+        """Load a bucket of new weights, which count as ``version`` after the ``last``. A first bucket begins anew."""
         ...
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
-        """Digest the weights that it computes with, by the names under which they were sent."""
+        """Return name -> digest of the weights that the engine computes with; None if one cannot be read back."""
         ...
 
     def rewind(self, version: int) -> None:
-        """Accept ``version`` as the next update, even if it is older than the engine's."""
+        """Accept ``version`` as the next update, even if it is older than the engine's version."""
         ...
 
     def sleep(self, level: int) -> None:
-        """Leave the devices: level 1 keeps the weights on the host, 2 drops them, so that a sync must follow."""
+        """Free the devices: level 1 keeps the weights on the host, 2 drops them, so that a sync must follow."""
         ...
 
     def wake(self, tags: Sequence[Tag]) -> None:
-        """Allocate the parts that ``tags`` name again, after a sleep."""
+        """Allocate the parts named by ``tags`` again, after a sleep."""
         ...

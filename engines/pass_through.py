@@ -1,4 +1,4 @@
-"""Settings that are passed on to Megatron and to vLLM: their names are checked by the source of the library."""
+"""Settings that are passed on to Megatron and to vLLM: their names are checked against the library's source."""
 
 import ast
 import difflib
@@ -37,8 +37,8 @@ VLLM_REFUSED = _names(
     # devices that were not set aside, and machines beside the engine's own
     "prefill_context_parallel_size nnodes node_rank"
 )
-"""Arguments of vLLM's LLM that would make it sample otherwise than by softmax(logits / temperature) of the trained
-model, or report another logprob than its logarithm."""
+"""Arguments of vLLM's LLM with which it would not sample by softmax(logits / temperature) of the trained model, or
+would report other logprobs."""
 
 MEGATRON_OWN = _names(
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
@@ -63,32 +63,32 @@ MEGATRON_REFUSED = _names(
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split virtual_pipeline_model_parallel_size "
     "expert_model_parallel_size perform_initialization init_model_with_meta_device"
 )
-"""Fields of Megatron's TransformerConfig that would build another model, or one that the engine cannot load."""
+"""Fields of Megatron's TransformerConfig that would change the model, or make one that the engine cannot load."""
 
 MEGATRON_SOURCES = (
     ("core/transformer/transformer_config.py", "TransformerConfig"),
     ("core/model_parallel_config.py", "ModelParallelConfig"),
 )
-"""Megatron's files and classes that hold the fields of TransformerConfig."""
+"""Files and classes of Megatron that define the fields of TransformerConfig."""
 
 
 _LIBRARIES = {
     "megatron": ("actor: --actor.megatron", MEGATRON_OWN, MEGATRON_REFUSED, MEGATRON_SOURCES),
     "vllm": ("rollout: --rollout.vllm", VLLM_OWN, VLLM_REFUSED, (("engine/arg_utils.py", "EngineArgs"),)),
 }
-"""Library -> the setting that is passed on, arguments that the engine sets or refuses, and sources of their types."""
+"""Library -> the setting that is passed on, arguments that the engine sets or refuses, and sources of types."""
 
 
 @cache
 def read_installed_fields(package: str, *sources: tuple[str, str]) -> dict[str, Any] | None:
-    """Read the fields of dataclasses, name -> type, from an installed package's source, which is not imported.
+    """Read the fields of dataclasses from the source of an installed package, without importing it.
 
     Args:
-        sources: file within the package and name of the class in it.
+        sources: file within the package, and name of the class in it.
 
     Returns:
-        None where the package or a class is not installed. Types other than int, float, bool, str, unions and literals
-        become Any.
+        name -> type; None if the package or a class is not installed. Types other than int, float, bool, str, unions
+            and literals become Any.
     """
     spec = find_spec(package)
     types: dict[str, Any] = {}
@@ -122,19 +122,21 @@ def _read_type(annotation: ast.expr) -> Any:
 
 
 def check_pass_through(library: Literal["megatron", "vllm"], given: PassThrough) -> None:
-    """Raise ValueError for an argument that the engine cannot pass on to the library, or a value of another type."""
+    """Raise ValueError if the engine cannot pass an argument on to the library, or its value has the wrong type."""
     where, own, refused, sources = _LIBRARIES[library]
     known = read_installed_fields(library, *sources)
     if clashes := sorted(given.keys() & own):
-        raise ValueError(f"{where} may not set {clashes}: the engine depends on its own values; drop them")
+        raise ValueError(f"{where} may not set {clashes}, which the engine sets itself; leave them out")
     if clashes := sorted(given.keys() & refused):
-        raise ValueError(f"{where} may not set {clashes}: the engine or its counterpart would not follow; drop them")
+        raise ValueError(
+            f"{where} may not set {clashes}: rollout and trainer would compute different models; leave them out"
+        )
     if known is None:
         return
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else "drop it"
-            raise ValueError(f"{where} has {name!r}, which is not there to be set; {hint}")
+            raise ValueError(f"{where} has {name!r}, which the library does not have; {hint}")
         if not fits(known[name], given[name]):
             raise ValueError(f"{where} has {name} {given[name]!r}, expected {spell(known[name])}")

@@ -26,7 +26,7 @@ _HOLDS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operato
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Tell whether a value is what an annotation says. True and False are no numbers here, and NaN is none either."""
+    """Tell whether a value has the type of an annotation. True and False do not count as numbers, nor does NaN."""
     if kind is Any:
         return True
     origin, arguments = get_origin(kind), get_args(kind)
@@ -49,7 +49,7 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def spell(kind: Any) -> str:
-    """Spell an annotation in words, for messages; its bounds are ``spell_bounds``'s."""
+    """Describe the type of an annotation in words, for messages; ``spell_bounds`` describes its bounds."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return spell(arguments[0])
@@ -66,7 +66,7 @@ def spell(kind: Any) -> str:
 
 
 def collect_bounds(kind: Any) -> dict[str, float]:
-    """Collect the bounds that an annotation sets to a number: ``{"ge": 1}`` for ``Annotated[int, Ge(1)] | None``."""
+    """Return the bounds of an annotation of a number: ``{"ge": 1}`` for ``Annotated[int, Ge(1)] | None``."""
     if get_origin(kind) in (Union, UnionType):
         return {name: limit for alternative in get_args(kind) for name, limit in collect_bounds(alternative).items()}
     rules = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
@@ -80,7 +80,7 @@ def is_within(bounds: dict[str, float], value: float) -> bool:
 
 
 def spell_bounds(bounds: dict[str, float]) -> str:
-    """Spell bounds in words, for messages and help: ``{"ge": 0, "lt": 1}`` is "at least 0 and below 1"."""
+    """Describe bounds in words, for messages and help: ``{"ge": 0, "lt": 1}`` is "at least 0 and below 1"."""
     low, high = bounds.get("ge"), bounds.get("le")
     if None not in (low, high) and high != LARGEST:
         return f"from {low} to {high}"
@@ -94,17 +94,17 @@ def spell_bounds(bounds: dict[str, float]) -> str:
 
 
 def option(section: str, name: str) -> str:
-    """Spell a setting as the command line does: ``--actor.micro-batch-tokens``."""
+    """Return the option of a setting on the command line: ``--actor.micro-batch-tokens``."""
     return f"--{'' if section in ('config', 'check') else section + '.'}{name.replace('_', '-')}"
 
 
 def check_types(section: str, config: Any) -> None:
-    """Raise ValueError unless every field has the type and bounds of its annotation.
+    """Raise ValueError unless every field of a config has the type and bounds of its annotation.
 
-    A recipe in Python may pass any value. Bounds are those of annotated_types: ``Annotated[int, Ge(1)]``.
+    A recipe in Python may pass any value. Bounds are from annotated_types: ``Annotated[int, Ge(1)]``.
 
     Args:
-        section: dotted name of the section, for instance ``actor.optimizer``; ``config`` for fields of no section.
+        section: dotted name of the section, for instance ``actor.optimizer``; ``config`` for fields without a section.
     """
     kinds = get_type_hints(type(config), include_extras=True)
     for name in (f.name for f in fields(config)):
@@ -117,14 +117,14 @@ def check_types(section: str, config: Any) -> None:
 
 
 def check_numbers(section: str, config: Any, rule: str, holds: Callable[[float], bool], *names: str) -> None:
-    """Raise ValueError unless ``holds(value)`` of every named field, where it is set; ``rule`` says it in words."""
+    """Raise ValueError unless ``holds(value)`` for every named field that is set; ``rule`` describes it in words."""
     for name in names:
         if (value := getattr(config, name)) is not None and not holds(value):
             raise ValueError(f"{section}: {name} must be {rule}, got {value}; change {option(section, name)}")
 
 
 def read_object(path: Path) -> dict:
-    """Read the object in a JSON file of a model's folder; ValueError where it cannot be read or holds no object."""
+    """Read the object in a JSON file of a model's folder; ValueError if it cannot be read or is no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

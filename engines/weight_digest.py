@@ -1,7 +1,7 @@
-"""Digests of weights: the trainer's and the rollout engine's weights are compared without moving either.
+"""Digests of weights, which compare the trainer's and the rollout engine's weights without moving either.
 
-A digest of a matrix is ``sum_ij a_i * bits_ij * b_j`` modulo 2^64, with fixed odd factors of rows and columns. Parts of
-a matrix, which devices hold and which come in any order, add up to the digest of the whole.
+The digest of a matrix is ``sum_ij a_i * bits_ij * b_j`` modulo 2^64, with fixed odd factors of rows and columns.
+Digests of parts of a matrix, which may lie on several devices and come in any order, add up to the digest of the whole.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 _EXPONENTS = {torch.float32: (torch.int32, 0x7F800000), torch.bfloat16: (torch.int16, 0x7F80)}
-"""Type -> integers of its size, and the bits of the exponent."""
+"""dtype -> integers of the same size, and the bits of the exponent."""
 _BLOCK = 2**22
-"""Elements that are digested at a time."""
+"""Number of elements that are digested at a time."""
 
 
 @dataclass(frozen=True)
 class DigestPlan:
-    """The rows and columns of every tensor that are digested.
+    """The columns of every tensor that are digested.
 
     Attributes:
-        dtype: name of the rollout engine's type, to which both sides round.
-        columns: of each matrix, chosen by ``seed``; 0 takes all of them. Vectors are always taken whole.
+        dtype: name of the rollout engine's dtype, to which both sides round.
+        columns: number of columns of each matrix, chosen by ``seed``; 0 takes all. Vectors are always digested whole.
+        seed: chooses the columns.
     """
 
     dtype: str
@@ -31,13 +32,13 @@ class DigestPlan:
     seed: int = 0
 
     def choose(self, count: int) -> np.ndarray:
-        """Choose among ``count`` columns: their numbers in order, alike for all matrices of as many."""
+        """Choose among ``count`` columns, in the same way for every matrix, and return their numbers in order."""
         if not 0 < self.columns < count:
             return np.arange(count)
         return np.sort(np.random.default_rng((self.seed, count)).choice(count, self.columns, replace=False))
 
     def digest(self, weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Pass weights on, and put the digest of each into ``digests`` by its name."""
+        """Yield the weights unchanged, and put name -> digest of each into ``digests``."""
         dtype = getattr(torch, self.dtype)
         for name, tensor in weights:
             matrix = tensor.detach().reshape(tensor.shape[0], -1)
@@ -47,10 +48,10 @@ class DigestPlan:
 
 
 def sum_columns(matrix: Tensor, places: np.ndarray, columns: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Sum some columns of a matrix ``[r, c]``, each times its factor: ``[r]`` int64.
+    """Sum columns of a matrix ``[r, c]``, each times its factor: ``[r]`` int64.
 
     Args:
-        places: of the columns in ``matrix``. columns: their numbers in the tensor that it is a part of.
+        places: numbers of the columns in ``matrix``. columns: their numbers in the tensor of which it is a part.
     """
     factors = _make_factors(columns).to(matrix.device)
     rows = max(1, _BLOCK // max(1, len(places)))
@@ -64,7 +65,7 @@ def sum_columns(matrix: Tensor, places: np.ndarray, columns: np.ndarray, dtype: 
 
 
 def sum_rows(sums: Tensor, first: int) -> int:
-    """Sum rows ``[r]`` of ``sum_columns``, each times its factor; the first has number ``first`` in its tensor."""
+    """Sum rows ``[r]`` from ``sum_columns``, each times its factor; ``first`` is the number of the first row."""
     factors = _make_factors(np.arange(first, first + len(sums)) + (1 << 40)).to(sums.device)
     return int((sums * factors).sum()) % 2**64
 

@@ -1,4 +1,4 @@
-"""Weights on their way from a training engine to rollout engines: buckets of bytes, each with a checksum."""
+"""Weights between a training engine and rollout engines: buckets of bytes, each with a checksum."""
 
 import math
 import os
@@ -23,8 +23,8 @@ class WeightBucket:
     Attributes:
         entries: ``(HF name, shape, torch dtype name, first byte)`` of each tensor.
         data: ``[bytes]`` uint8. checksum: xxh3-64 of ``data``.
-        first: it begins an update, and an unfinished one is dropped.
-        skipped: bytes of its one tensor that came in buckets before, where the tensor is cut into several.
+        first: whether it begins an update; an unfinished update is then dropped.
+        skipped: for a bucket with a piece of one tensor, the number of its bytes that came in earlier buckets.
     """
 
     entries: tuple[tuple[str, tuple[int, ...], str, int], ...]
@@ -35,12 +35,12 @@ class WeightBucket:
 
     @property
     def is_piece(self) -> bool:
-        """It holds a part of a tensor."""
+        """Tell whether the bucket holds only a piece of a tensor."""
         _, shape, dtype_name, _ = self.entries[0]
         return len(self.data) < _count_bytes(shape, dtype_name)
 
     def check(self) -> None:
-        """Raise ValueError where the bytes do not match their checksum."""
+        """Raise ValueError if the bytes do not match the checksum."""
         checksum = xxhash.xxh3_64_intdigest(self.data.data)
         if checksum != self.checksum:
             names = [name for name, *_ in self.entries]
@@ -50,10 +50,10 @@ class WeightBucket:
             )
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Unpack the bucket: ``(HF name, tensor)`` in their shapes and dtypes, views of its bytes.
+        """Unpack the bucket to ``(HF name, tensor)`` in their shapes and dtypes, as views of its bytes.
 
         Raises:
-            ValueError: the bytes do not match their checksum.
+            ValueError: the bytes do not match the checksum.
         """
         self.check()
         data = torch.from_numpy(self.data if self.data.flags.writeable else self.data.copy())
@@ -65,13 +65,13 @@ class WeightBucket:
 
 
 class PieceJoiner:
-    """Joins tensors that were cut into pieces, which come one after another."""
+    """Joins the pieces of a tensor, which come one after another."""
 
     def __init__(self):
         self._name, self._data, self._end = "", np.empty(0, np.uint8), 0
 
     def join(self, bucket: WeightBucket) -> WeightBucket | None:
-        """Take a bucket: one of whole tensors to hand on, or None while pieces are to come.
+        """Return a bucket of whole tensors; None while pieces of a tensor are still to come.
 
         Raises:
             ValueError: a piece of the tensor is missing.
@@ -99,23 +99,23 @@ class SharedBucket:
     """A bucket in shared memory of this machine, which each process maps by itself.
 
     Attributes:
-        bucket: all but the bytes. path: where they are, as long as they are shared.
+        bucket: the bucket without its bytes. path: path of the shared bytes.
     """
 
     bucket: WeightBucket
     path: str
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Unpack the bucket, as ``WeightBucket.tensors``. Writes to the tensors stay in this process."""
+        """Unpack the bucket, as ``WeightBucket.tensors`` does. Writes to the tensors stay in this process."""
         return replace(self.bucket, data=np.memmap(self.path, dtype=np.uint8, mode="c")).tensors()
 
 
 @contextmanager
 def share_bucket(bucket: WeightBucket) -> Iterator[SharedBucket]:
-    """Share a bucket with the processes of this machine; those that unpacked it in time keep it as long as they need.
+    """Share a bucket with the processes of this machine in this context.
 
-    The memory has no name in any file system: it is not bound by the size of /dev/shm, which is small in containers,
-    and nothing is left behind by a process that is killed.
+    A process that unpacks it in time keeps it as long as needed. The memory has no name in any file system: it is not
+    bound by the size of /dev/shm, which is small in containers, and nothing is left behind by a process that is killed.
     """
     with os.fdopen(os.memfd_create("weight bucket"), "wb") as file:
         file.write(bucket.data.data)
@@ -142,10 +142,11 @@ class _Part(NamedTuple):
 
 
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[WeightBucket, bool]]:
-    """Cut a stream of weights into buckets: yields ``(bucket, is_last)``, one bucket in memory at a time.
+    """Pack a stream of weights into buckets. Yields ``(bucket, is_last)``, with one bucket in memory at a time.
 
     Args:
-        bucket_bytes: most bytes in a bucket; a tensor larger than this is cut into pieces, each in a bucket of its own.
+        weights: HF name and tensor of each weight.
+        bucket_bytes: most bytes of a bucket; a larger tensor is cut into pieces, each in a bucket of its own.
     """
     pending: list[_Part] = []
     size, first = 0, True

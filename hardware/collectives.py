@@ -10,10 +10,13 @@ from torch import Tensor
 
 
 def refuse_shared_devices(key: str | None, group: dist.ProcessGroup) -> None:
-    """Compare ``Platform.get_device_key`` over the ranks, through their store, without a device.
+    """Compare device keys over the ranks of a group, through the group's store, before any collective.
+
+    Args:
+        key: this rank's ``Platform.get_device_key``; None if ranks may share a device.
 
     Raises:
-        RuntimeError: two ranks have one device, on which collectives of most backends fail late, or hang.
+        RuntimeError: two ranks have the same device, on which collectives of most backends fail late, or hang.
     """
     if key is None:
         return
@@ -24,7 +27,7 @@ def refuse_shared_devices(key: str | None, group: dist.ProcessGroup) -> None:
         shared = ", ".join(sorted({keys[rank] for rank in sharing}))
         raise RuntimeError(
             f"platform: ranks {sharing} of {group.size()} share devices ({shared}), and each needs its own; lower "
-            "--actor.ranks, or see that each process is given another device"
+            "--actor.ranks, or give each process another device"
         )
 
 
@@ -60,7 +63,8 @@ class _SumForward(torch.autograd.Function):
 
 
 def gather_keys_values(key: Tensor, value: Tensor, group) -> tuple[Tensor, Tensor]:
-    """Keys and values of all context-parallel ranks: two ``[s, ...]`` tensors -> two ``[group * s, ...]``, rank order.
+    """Gather keys and values of all context-parallel ranks, in rank order: two ``[s, ...]`` -> two ``[group * s,
+    ...]``.
 
     One collective carries both.
     """
@@ -69,14 +73,14 @@ def gather_keys_values(key: Tensor, value: Tensor, group) -> tuple[Tensor, Tenso
 
 
 def gather_ranks(x: Tensor, group) -> Tensor:
-    """Gather ``[...] -> [group, ...]`` in rank order; backward sums the gradients of a rank's part over all ranks."""
+    """Gather ``[...] -> [group, ...]`` in rank order; the backward sums the gradients of a part over all ranks."""
     return _GatherRanks.apply(x, group) if group.size() > 1 else x[None]
 
 
 def sum_over_ranks(x: Tensor, group) -> Tensor:
-    """Sum over ``group`` whose backward hands each rank the gradient unchanged.
+    """Sum a tensor over ``group``, with a backward that gives each rank the gradient unchanged.
 
-    For values of which every rank holds a part (zeros elsewhere), and of which every rank computes the same loss: the
-    sum of all ranks' parameter gradients is then the gradient of this one loss.
+    Use it for values of which every rank holds a part (zeros elsewhere), if every rank computes the same loss from the
+    sum. The sum of all ranks' parameter gradients is then the gradient of this one loss.
     """
     return _SumForward.apply(x, group)

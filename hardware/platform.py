@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # settings are checked against a platform before anything tak
 
 @dataclass(frozen=True)
 class Node:
-    """A machine's share of a platform's devices.
+    """A machine's devices.
 
     Attributes:
-        devices: how many. device_gb: memory of each, in GiB.
+        devices: number of devices. device_gb: memory of each device, in GiB.
     """
 
     devices: int
@@ -35,16 +35,19 @@ class Node:
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """Memory that a platform's kernels allocate and keep beside their inputs and outputs.
+    """Memory that a platform's kernels allocate and keep in addition to their inputs and outputs.
 
     Attributes:
-        fuses_norms: a norm keeps its input alone; an unfused norm keeps input and normalised input, both in fp32.
-        fuses_swiglu: SwiGLU keeps its input alone; an unfused one keeps both halves and the activation of the first.
-        keeps_unrotated: rotation keeps its input.
-        copies_output: core attention of a pack keeps its output and returns a copy of it.
-        expands_kv: attention's backward makes gradients of keys and values for every query head, before it sums the
-            query heads of a key head.
-        query_gradient_bytes: bytes of a number of the buffer in which it sums the queries' gradient; 0 has none.
+        fuses_norms: whether a norm keeps only its input; an unfused norm keeps input and normalised input, both in
+            fp32.
+        fuses_swiglu: whether SwiGLU keeps only its input; an unfused one keeps both halves and the activation of the
+            first.
+        keeps_unrotated: whether rotation keeps its input.
+        copies_output: whether core attention of a pack keeps its output and returns a copy of it.
+        expands_kv: whether attention's backward makes gradients of keys and values for every query head, before it sums
+            the query heads of a key head.
+        query_gradient_bytes: bytes per number of the buffer in which attention's backward sums the queries' gradient; 0
+            without a buffer.
         slots_per_sequence: further slots of each sequence in that buffer.
     """
 
@@ -57,20 +60,25 @@ class KernelMemory:
     slots_per_sequence: int = 0
 
     def count_norm_input_bytes(self, itemsize: int) -> int:
-        """Count the bytes that a norm keeps of each number that comes in."""
+        """Count the bytes that a norm keeps for each number of its input.
+
+        Args:
+            itemsize: bytes of a number.
+        """
         return itemsize if self.fuses_norms else 8
 
     def keeps_own_input(self, itemsize: int) -> bool:
-        """Tell whether a norm keeps its input itself, so that no other saved copy of it is counted."""
+        """Tell whether a norm keeps its input tensor itself, so that no second copy of it is counted."""
         return self.fuses_norms or itemsize == 4
 
     def count_backward_bytes(
         self, queries: float, keys: float, sequences: float, heads: int, kv_heads: int, head_dim: int, itemsize: int
     ) -> float:
-        """Count the bytes that attention's backward takes in one layer.
+        """Count the bytes that attention's backward allocates in one layer.
 
         Args:
-            queries, keys: slots. heads, kv_heads: on this rank.
+            queries, keys: number of slots. sequences: number of sequences.
+            heads, kv_heads: number of heads on this rank. itemsize: bytes of a number.
         """
         expanded = 2 * keys * heads * itemsize if self.expands_kv and heads != kv_heads else 0
         apart = (queries + self.slots_per_sequence * sequences) * heads * self.query_gradient_bytes
@@ -79,12 +87,12 @@ class KernelMemory:
 
 @dataclass(frozen=True)
 class RolloutWorkerClass:
-    """A class of vLLM's workers.
+    """A worker class of vLLM.
 
     Attributes:
         name: module and class; "auto" is vLLM's own choice.
-        parts: names of the classes that must build its attention's metadata, and sample, once it has started; none
-            where vLLM chooses among several by itself.
+        parts: names of the classes that must build attention metadata and sample, once the worker has started; empty if
+            vLLM chooses among several.
     """
 
     name: str = "auto"
@@ -92,7 +100,7 @@ class RolloutWorkerClass:
 
 
 class Profiler(Protocol):
-    """A recorder of a trace, as ``torch.profiler.profile`` is one."""
+    """A recorder of a trace, such as ``torch.profiler.profile``."""
 
     def start(self) -> None: ...
 
@@ -104,7 +112,7 @@ class Profiler(Protocol):
 class Platform(Protocol):
     """One kind of machine. Everything that depends on the accelerator goes through these members.
 
-    A platform inherits it, and states what is not as it stands here.
+    A platform is a subclass that overrides what differs from the definitions here.
     """
 
     name: str
@@ -115,9 +123,9 @@ class Platform(Protocol):
     proven: Evidence
     """How far this project itself has run the platform."""
     stand_in: str
-    """Name of the platform to try its runs with on any machine."""
+    """Name of the platform on which its runs can be tried on any machine."""
     node: Node | None
-    """The machine whose sizes recipes take; None leaves a recipe the sizes that it states."""
+    """The machine from which recipes take their sizes; None leaves a recipe the sizes that it states."""
     default_dtype: str
     """Default type of the engines' weights and activations on this platform."""
     dist_backend: str
@@ -126,28 +134,28 @@ class Platform(Protocol):
     ray_options: dict
     """Options of one Ray actor that holds one device."""
     visible_devices: str | None
-    """Environment variable that names the devices which a process sees; None where it has none of its own."""
+    """Environment variable that lists the devices which a process sees; None if the platform has no devices."""
     can_sleep: bool
-    """A vLLM engine can give its devices' memory back and take it again."""
+    """Whether a vLLM engine can release the memory of its devices and take it again."""
     attention_backends: tuple[str, ...]
-    """Backends of the capability table that it has, the one to be preferred first."""
+    """Backends of the capability table that the platform has, in order of preference."""
     max_pack_sequences: int | None
-    """Sequences that its kernels take in one pack; None is any number."""
+    """Most sequences that its kernels take in one pack; None sets no limit."""
     kernel_memory: KernelMemory
     """Memory that its kernels allocate."""
     repeats: bool
-    """Its numbers repeat bit for bit without deterministic settings."""
+    """Whether its numbers repeat bit for bit without deterministic settings."""
     rollout_head_dims: tuple[int, ...]
-    """Attention head sizes that vLLM has kernels for here."""
+    """Sizes of attention heads for which vLLM has kernels here."""
     rollout_backends: tuple[str, ...]
-    """Backends of the capability table of rollouts (hardware.attention.rollouts) that vLLM has on the machines where
-    this platform rolls out, the one to be preferred first."""
+    """vLLM's attention backends on the machines where this platform rolls out, in order of preference; they are keys of
+    the table in hardware.attention.rollouts."""
     rollout_block_tokens: int
-    """Tokens in a block of vLLM's KV cache."""
+    """Number of tokens in a block of vLLM's KV cache."""
     rollout_settings: dict[str, Any]
-    """Arguments of vLLM's LLM where the settings leave them open."""
+    """Arguments of vLLM's LLM that apply unless the settings give them."""
     rollout_kv_cache_mb: int
-    """Memory for keys and values where the settings leave it open."""
+    """Memory for keys and values in MB, unless the settings give it."""
 
     @abstractmethod
     def init_process(self, local_rank: int) -> torch.device:
@@ -170,51 +178,54 @@ class Platform(Protocol):
         """Lower the mask of a micro-batch to the inputs of this platform's core attention.
 
         Args:
+            spec: the mask.
             rotary: ``(cos, sin)`` of this rank's slots, ``[kinds, b, s, d]`` each.
-            override: refused cells of the capability table to use all the same.
+            override: names of refused cells of the capability table to use nevertheless.
 
         Raises:
-            ValueError: the capability table says that no backend of the platform honours a rule.
+            ValueError: no backend of the platform can compute a rule, by the capability table.
         """
         ...
 
     def wrap_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
-        """Return the context that a forward of the model runs within."""
+        """Return the context in which a forward of the model runs."""
         return nullcontext()
 
     def build_contract(self, device: torch.device) -> KernelContract | None:
-        """Build the contract of its attention kernel, to be tried on ``device``; None where the kernel has none."""
+        """Build the contract of the attention kernel, to test it on ``device``; None if the kernel has none."""
         return None
 
     @abstractmethod
     def list_faults(self) -> dict[str, list[Patch]]:
-        """List the patches that plant each of ``ATTENTION_FAULTS`` (hardware.attention.faults) into this platform.
+        """Return name of a fault in ``ATTENTION_FAULTS`` (hardware.attention.faults) -> patches that plant it.
 
-        They name functions of its plan and attention. The self-test plants them in training processes. The controller
-        asks for them too, so that this may import torch and not Megatron.
+        The patches name functions of the platform's plan and attention. The self-test plants them in training
+        processes. The controller calls this too, so it may import torch but not Megatron.
         """
         ...
 
     def explain_slow(self, dtype: str) -> str:
-        """Explain why engines of this type are slow on this machine; empty where they are not."""
+        """Explain why engines of this dtype are slow on this machine; empty if they are not."""
         return ""
 
     def get_driver_env(self) -> dict[str, str]:
-        """Return the environment of the process that runs the steps, set before it makes large tensors."""
+        """Return environment variables for the process that runs the steps, to set before it makes large tensors."""
         return {}
 
     def get_train_env(self) -> dict[str, str]:
-        """Return the environment of a training process, set before torch is imported."""
+        """Return environment variables for a training process, to set before torch is imported."""
         return {"TOKENIZERS_PARALLELISM": "false"}
 
     def get_deterministic_env(self) -> dict[str, str]:
-        """Return the environment in which a training process repeats its numbers, beside torch's deterministic
-        algorithms; set before it computes anything or talks to other ranks."""
+        """Return environment variables with which a training process repeats its numbers.
+
+        They are set before the process computes or communicates, and torch's deterministic algorithms are needed as
+        well.
+        """
         return {}
 
     def measure_peak_memory(self) -> int:
-        """Measure the largest number of bytes that this process has held so far: tensors on its device, or where it has
-        none of its own all of its memory."""
+        """Return the peak memory of this process in bytes: of tensors on its device, or on a CPU of everything."""
         if self.visible_devices is None:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         import torch
@@ -222,13 +233,13 @@ class Platform(Protocol):
         return torch.get_device_module().max_memory_allocated()
 
     def build_profiler(self) -> Profiler:
-        """Return the recorder of the operators of this process and of its device."""
+        """Return a recorder of the operators of this process and of its device."""
         from torch.profiler import profile
 
         return profile()
 
     def get_rollout_env(self) -> dict[str, str]:
-        """Return the environment of a vLLM process, set before vllm is imported."""
+        """Return environment variables for a vLLM process, to set before vllm is imported."""
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -237,12 +248,12 @@ class Platform(Protocol):
         }
 
     def find_rollout_worker(self, backend: str) -> RolloutWorkerClass:
-        """Find the vLLM worker that computes attention by one of ``rollout_backends``."""
+        """Return the vLLM worker class that computes attention by ``backend``, one of ``rollout_backends``."""
         return RolloutWorkerClass()  # vLLM refuses a backend that does not know the rules of a model, and takes another
 
 
 def make_ray_options(platform: Platform, devices: int = 1) -> dict:
-    """Make the options of a Ray actor that holds ``devices`` devices: a multiple of the resources of one."""
+    """Return the options of a Ray actor that holds ``devices`` devices."""
     options = platform.ray_options
     counts = {name: count * devices for name, count in options.items() if name in ("num_cpus", "num_gpus")}
     others = {name: count * devices for name, count in options.get("resources", {}).items()}
@@ -250,14 +261,14 @@ def make_ray_options(platform: Platform, devices: int = 1) -> dict:
 
 
 def list_ray_resources(platform: Platform, devices: int = 1) -> dict[str, float]:
-    """List the resources that Ray reserves for one worker with ``devices`` devices: resource -> amount."""
+    """Return resource -> amount that Ray reserves for one worker with ``devices`` devices."""
     options = make_ray_options(platform, devices)
     named = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
     return {name: count for name, count in named.items() if count}
 
 
 def describe(platform: Platform) -> str:
-    """Describe a platform for a report: its name, its level of proof, and the subjects that this does not cover."""
+    """Describe a platform in a line: name, level of proof, and the subjects that the proof does not cover."""
     text = f"{platform.name} ({platform.evidence})"
     if platform.proven == "untested":
         text += ", which nobody ran this project on before its release: begin with rlworker check"

@@ -1,4 +1,4 @@
-"""The platforms there are, by name. Adding one is a folder ``hardware/NAME/`` and its line in ``PLATFORMS``."""
+"""The platforms by name. To add one, add a folder ``hardware/NAME/`` and its line in ``PLATFORMS``."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +12,7 @@ PLATFORMS = {
     "npu": "hardware.npu.platform:NpuPlatform",
     "npu-emulated": "hardware.npu.emulated:EmulatedNpuPlatform",
 }
-"""Name -> ``module:class``, imported on first use: settings need the names alone."""
+"""Name of a platform -> ``module:class``, which is imported on first use, since settings need only the names."""
 
 if TYPE_CHECKING:  # a checker of types wants the names of a Literal written out, and they stand above
     PlatformName = str
@@ -20,11 +20,11 @@ else:
     PlatformName = Literal[tuple(PLATFORMS)]
 
 DEFAULT_PLATFORM: PlatformName = "cpu"
-"""The default, which runs on every machine."""
+"""The default platform, which runs on every machine."""
 
 
 def get_platform(name: str) -> Platform:
-    """Return the platform of this name. Raises ValueError where there is none."""
+    """Return the platform of this name; ValueError if there is none."""
     if name not in PLATFORMS:
         raise ValueError(f"platform: {name!r} is not available, expected one of {list(PLATFORMS)}")
     module, _, class_name = PLATFORMS[name].partition(":")

@@ -1,4 +1,4 @@
-"""Transfers of a micro-batch's arrays to the device, which nobody waits for."""
+"""Copy the arrays of a micro-batch to the device, without waiting for the copy."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Costs of sequences, and their balanced assignment to parts."""
+"""Estimate the costs of sequences, and assign sequences to parts of equal cost."""
 
 from collections.abc import Sequence
 from heapq import heappop, heapreplace
@@ -16,11 +16,13 @@ def estimate_costs(lengths: np.ndarray, hidden: int) -> np.ndarray:
 
 
 def balance_costs(costs: np.ndarray, parts: int, equal_counts: bool = True) -> np.ndarray:
-    """Assign costs ``[B]``, whole numbers, to parts: ``[B]``, the part of each. The dearest goes first, each to the
-    part with the smallest load so far (Graham 1969, longest processing time first).
+    """Assign costs ``[B]``, whole numbers, to parts, and return the part of each, ``[B]``.
+
+    The largest cost goes first, each to the part with the smallest sum so far (Graham 1969, longest processing time
+    first).
 
     Args:
-        equal_counts: all parts hold equally many, to one.
+        equal_counts: whether the numbers of costs in the parts may differ by one at most.
     """
     # Parts take `capacity` each, and the first `extra` of them to fill up take one more.
     capacity, extra = divmod(len(costs), parts) if equal_counts else (len(costs), 0)
@@ -46,7 +48,7 @@ def balance_costs(costs: np.ndarray, parts: int, equal_counts: bool = True) -> n
 
 
 def split_by_budget(costs: Sequence[int], budget: int) -> list[slice]:
-    """Split items by their costs into runs of neighbours within the budget; an item above it makes a run alone.
+    """Split items into runs of neighbours whose costs sum to the budget at most; an item above it is a run alone.
 
     ``split_by_budget([3, 3, 9, 1], 6)`` is ``[slice(0, 2), slice(2, 3), slice(3, 4)]``.
     """
@@ -60,7 +62,7 @@ def split_by_budget(costs: Sequence[int], budget: int) -> list[slice]:
 
 
 def choose_largest(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Choose the places of the largest sizes, until they have the fraction of all."""
+    """Return the places of the largest sizes that together are at least ``fraction`` of the sum."""
     chosen: set[int] = set()
     total = 0
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):

@@ -111,17 +111,17 @@ class TrainBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N, the entries of a token column."""
+        """N, the number of entries of a token column."""
         return sum(self.lengths)
 
     def require_column(self, name: str) -> Tensor:
         """Return a column that the caller needs.
 
         Raises:
-            ValueError: the batch does not have it.
+            ValueError: the batch does not have the column.
         """
         if (column := getattr(self, name)) is None:
-            raise ValueError(f"TrainBatch: it has no {name}, which is asked for; add it by dataclasses.replace")
+            raise ValueError(f"TrainBatch: it has no column {name}, which is needed; add it by dataclasses.replace")
         return column
 
     @classmethod
@@ -133,17 +133,17 @@ class TrainBatch:
         sampled: Sequence[Sequence[bool] | np.ndarray] | None = None,
         **columns,
     ) -> "TrainBatch":
-        """Make a batch of whole sequences; the sampled targets count.
+        """Make a batch of whole sequences, in which the sampled targets count.
 
         Args:
-            sequences: ids of each sequence, prompt and all that follows together.
-            prompt_lengths: how many of them are prompt; every id from there on was sampled.
-            sampled: in its place, for each id of each sequence whether it was sampled.
-            columns: further columns, as the class names them.
+            sequences: ids of each sequence, prompt and everything after it together.
+            prompt_lengths: number of prompt ids of each sequence; every id after them was sampled.
+            sampled: instead of ``prompt_lengths``, for each id of each sequence whether it was sampled.
+            columns: further columns, by the names of the attributes.
 
         Raises:
-            ValueError: a sequence has no id, a prompt is empty or longer than its sequence, or ``sampled`` has not one
-                entry for each id or has the first id, which nothing predicts.
+            ValueError: a sequence has no id, a prompt is empty or longer than its sequence, or ``sampled`` does not
+                have one entry for each id or has the first id, which nothing predicts.
         """
         sizes = np.asarray([len(ids) for ids in sequences], dtype=np.int64)
         if (prompt_lengths is None) == (sampled is None):
@@ -159,8 +159,8 @@ class TrainBatch:
             for i, (size, marks) in enumerate(zip(sizes.tolist(), sampled, strict=True)):
                 if not 0 < size == len(marks) or marks[0]:
                     raise ValueError(
-                        f"TrainBatch: sequence {i} has {size} ids and {len(marks)} marks of sampled ones, expected "
-                        "1.. and as many, the first False"
+                        f"TrainBatch: sequence {i} has {size} ids and {len(marks)} entries in sampled, expected "
+                        "at least one id and as many entries, the first False"
                     )
             was_sampled = np.concatenate([np.asarray(marks, dtype=bool) for marks in sampled])
         flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences])
@@ -168,12 +168,12 @@ class TrainBatch:
 
     @classmethod
     def from_stream(cls, token_ids: np.ndarray, sizes: np.ndarray, sampled: np.ndarray, **columns) -> "TrainBatch":
-        """Cut inputs and targets from sequences that are laid end to end.
+        """Make a batch of sequences that are laid end to end.
 
         Args:
-            token_ids: ``[N + B]`` whole numbers. sizes: ``[B]``, ids of each sequence, at least 1.
-            sampled: ``[N + B]`` bool, the id was sampled; never a sequence's first.
-            columns: further columns, as the class names them.
+            token_ids: ``[N + B]`` whole numbers. sizes: ``[B]``, number of ids of each sequence, at least 1.
+            sampled: ``[N + B]`` bool, whether the id was sampled; never a sequence's first.
+            columns: further columns, by the names of the attributes.
         """
         # The shift: inputs leave out each sequence's last id and targets each one's first.
         lengths = np.asarray(sizes, dtype=np.int64) - 1
@@ -187,7 +187,7 @@ class TrainBatch:
         return cls(tuple(lengths.tolist()), **tensors | columns)
 
     def columns(self) -> dict[str, Tensor]:
-        """Collect the columns that are present: name -> ``[N]``, ``[N, 3]``, ``[N, k]`` or ``[B]``."""
+        """Return the columns that are present: name -> ``[N]``, ``[N, 3]``, ``[N, k]`` or ``[B]``."""
         return {name: getattr(self, name) for name in COLUMNS if getattr(self, name) is not None}
 
     def repeat_per_token(self, per_sequence: Tensor) -> Tensor:
@@ -196,17 +196,17 @@ class TrainBatch:
         return per_sequence.repeat_interleave(lengths, output_size=self.num_tokens)
 
     def sum_per_sequence(self, per_token: Tensor) -> Tensor:
-        """Add up each sequence's tokens: ``[N] -> [B]``."""
+        """Sum over each sequence's tokens: ``[N] -> [B]``."""
         sequence = self.repeat_per_token(torch.arange(len(self), device=per_token.device))
         return per_token.new_zeros(len(self)).index_add(0, sequence, per_token)
 
     @property
     def num_episodes(self) -> int:
-        """E, the episodes of the batch."""
+        """E, the number of episodes of the batch."""
         return len(self) if self.episode is None else int(self.number_episodes().max()) + 1
 
     def number_episodes(self) -> Tensor:
-        """Number the episodes in their order, ``[B]`` long: for each sequence that of its own, from 0 on.
+        """Return the number of each sequence's episode, from 0 on in order, ``[B]`` long.
 
         Raises:
             ValueError: sequences of an episode do not follow one another.
@@ -220,17 +220,18 @@ class TrainBatch:
         return begins.cumsum(0) - 1
 
     def sum_per_episode(self, per_sequence: Tensor) -> Tensor:
-        """Add up the sequences of each episode: ``[B] -> [E]``."""
+        """Sum over the sequences of each episode: ``[B] -> [E]``."""
         if self.episode is None:
             return per_sequence
         return per_sequence.new_zeros(self.num_episodes).index_add(0, self.number_episodes(), per_sequence)
 
     def select(self, start: int, stop: int) -> "TrainBatch":
-        """Cut out sequences ``start`` to ``stop``, as views of this batch's columns."""
+        """Return the sequences ``start`` to ``stop`` (exclusive), as views of this batch's columns."""
         return self.cut([start, stop])[0]
 
     def cut(self, bounds: Sequence[int] | np.ndarray) -> list["TrainBatch"]:
-        """Cut out the sequences between each two neighbours of ``bounds``, as views of this batch's columns."""
+        """Return the sequences between each two neighbours of ``bounds`` as a batch of views of this batch's
+        columns."""
         ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])  # [B + 1], tokens before each sequence
         rows, tokens = ([slice(*pair) for pair in pairwise(map(int, edges))] for edges in (bounds, ends[bounds]))
         columns, parts = self.columns(), []
@@ -241,7 +242,7 @@ class TrainBatch:
         return parts
 
     def gather(self, rows: np.ndarray) -> "TrainBatch":
-        """Gather the sequences of these numbers ``[b]``, in this order, as copies."""
+        """Return the sequences with the numbers ``rows`` ``[b]``, in that order, as copies."""
         if np.array_equal(rows, np.arange(len(self))):
             return self
         sequences, tokens = torch.from_numpy(rows), torch.from_numpy(find_tokens(self.lengths, rows))
@@ -253,7 +254,7 @@ class TrainBatch:
         return replace(self, lengths=tuple(np.asarray(self.lengths)[rows].tolist()), images=images, **gathered)
 
     def split(self, parts: int) -> list["TrainBatch"]:
-        """Split into ``parts`` runs of consecutive episodes, of as equal count as possible.
+        """Split into ``parts`` runs of consecutive episodes, with counts as equal as possible.
 
         Raises:
             ValueError: there are fewer episodes than parts.
@@ -266,7 +267,7 @@ class TrainBatch:
         return self.cut(starts[[count * i // parts for i in range(parts + 1)]])
 
     def to(self, device: torch.device) -> "TrainBatch":
-        """Copy the batch to ``device``, except for columns that only the host reads to make plans."""
+        """Copy the batch to ``device``, except for columns that only the host reads, to make plans."""
         moved = {name: to_device(column, device) for name, column in self.columns().items() if name != "image_block"}
         return replace(self, **moved)
 
@@ -286,5 +287,5 @@ class TrainBatch:
 
 
 COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}
-"""Name of every column -> its kind: "input", "target" or "sequence"."""
+"""Name of a column -> its kind: "input", "target" or "sequence"."""
 _DIMS: dict[str, int] = {f.name: f.metadata["dims"] for f in fields(TrainBatch) if "column" in f.metadata}

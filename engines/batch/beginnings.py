@@ -1,4 +1,4 @@
-"""Beginnings that sequences of a batch have in common: found on the host, once, by comparing all that goes in."""
+"""Find the common beginnings of a batch's sequences, on the host, by comparing everything that the model reads."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,15 +14,15 @@ from hardware.platform import Platform
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Sequences in an order in which each has most in common with those next to it.
+    """Sequences in an order in which each has most in common with its neighbours.
 
-    Of ``a b c``, ``x y`` and ``a b d e`` it is ``order [0, 2, 1]`` and ``common [0, 2, 0]``. Any two sequences have in
-    common the least that is between them in the order: such a table is a tree of beginnings.
+    For ``a b c``, ``x y`` and ``a b d e`` it is ``order [0, 2, 1]`` and ``common [0, 2, 0]``. Any two sequences have in
+    common the least of the numbers between them in the order: this table is a tree of beginnings.
 
     Attributes:
         order: ``[B]``, numbers of the sequences.
-        common: ``[B]``, inputs that each of these has in common with the one before it.
-        copied_slots: what a token takes beside its slot, in slots: its sequence's copy of its keys and values.
+        common: ``[B]``, number of inputs that each sequence in the order has in common with the one before it.
+        copied_slots: memory of a token's copy of keys and values in its sequence, in slots.
     """
 
     order: np.ndarray
@@ -31,11 +31,11 @@ class Beginnings:
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """``[B]``, the place of each sequence in the order."""
+        """The place of each sequence in the order, ``[B]``."""
         return np.argsort(self.order)
 
     def share(self, rows: np.ndarray) -> Sharing | None:
-        """Tell which of a micro-batch's sequences ``rows`` ``[b]`` begin alike; None where no two do."""
+        """Return which of a micro-batch's sequences ``rows`` ``[b]`` begin alike; None if no two do."""
         places = np.argsort(self.ranks[rows])
         ranks = self.ranks[rows][places].tolist()
         least = [0, *(int(self.common[left + 1 : right + 1].min()) for left, right in pairwise(ranks))]
@@ -51,8 +51,10 @@ class Beginnings:
 
 
 def choose_sharing(config: MegatronConfig, platform: Platform) -> str:
-    """Choose what is computed once, "none", "prompts" or "tree": what is asked for, or prompts on a platform that the
-    project has run."""
+    """Return the beginnings that are computed once, "none", "prompts" or "tree", with "auto" resolved.
+
+    "auto" is prompts with layout thd on a platform that the project has run, else none.
+    """
     if config.share == "auto":
         return "none" if platform.proven == "untested" or config.layout != "thd" else "prompts"
     return config.share
@@ -61,13 +63,14 @@ def choose_sharing(config: MegatronConfig, platform: Platform) -> str:
 def find_beginnings(
     batch: TrainBatch, config: MegatronConfig, platform: Platform, whole_images: bool = False
 ) -> Beginnings | None:
-    """Find how sequences of a batch that is on the host begin alike; None where nothing is to be shared, or no two do.
+    """Find the common beginnings of the sequences of a batch on the host; None if nothing is to be shared, or no two
+    begin alike.
 
-    Beginnings are alike where every input, position, place within an image and image is. Of ``prompts`` they end with
-    the input that predicts the first counted target, and other prompts have nothing in common.
+    Beginnings are equal if every input, position, place within an image and image is. With ``prompts`` they end with
+    the input that predicts the first counting target, and different prompts have nothing in common.
 
     Args:
-        whole_images: no beginning ends within an image, whose tokens see each other both ways.
+        whole_images: whether no beginning may end within an image, since its tokens see each other both ways.
     """
     if (wish := choose_sharing(config, platform)) == "none" or config.layout != "thd":
         return None
@@ -76,7 +79,7 @@ def find_beginnings(
 
 
 def group_prompts(numbers: np.ndarray, counts: np.ndarray) -> Beginnings:
-    """Group sequences by the numbers ``[B]`` of their prompts, of ``counts`` ``[B]`` inputs."""
+    """Group sequences by the numbers ``[B]`` of their prompts, which have ``counts`` ``[B]`` inputs."""
     order = np.argsort(numbers, kind="stable")
     alike = np.append(False, numbers[order][1:] == numbers[order][:-1])
     return Beginnings(order, np.where(alike, counts[order], 0))

@@ -1,4 +1,4 @@
-"""The places of sequences that are laid end to end."""
+"""Positions of sequences that are laid end to end."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def drop_firsts(stream: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Drop the first entry of each sequence, ``[M]`` and sizes ``[B]`` from 1 on -> ``[M - B]``, as a copy."""
+    """Drop the first entry of each sequence: ``[M]`` with sizes ``[B]`` of 1 or more -> ``[M - B]``, as a copy."""
     return _drop(stream, np.cumsum(sizes) - sizes)
 
 
 def drop_lasts(stream: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Drop the last entry of each sequence, ``[M]`` and sizes ``[B]`` from 1 on -> ``[M - B]``, as a copy."""
+    """Drop the last entry of each sequence: ``[M]`` with sizes ``[B]`` of 1 or more -> ``[M - B]``, as a copy."""
     return _drop(stream, np.cumsum(sizes) - 1)
 
 
@@ -35,7 +35,7 @@ def count_up(lengths: np.ndarray, starts: np.ndarray | None = None) -> np.ndarra
 
 
 def find_tokens(lengths: Sequence[int] | np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Find where sequences lie in the stream: lengths ``[B]``, rows ``[b]`` -> ``[n]``, the places of their tokens.
+    """Return the places of the tokens of sequences ``rows`` ``[b]`` in the stream: lengths ``[B]`` -> ``[n]``.
 
     ``find_tokens([2, 3, 1], [2, 0])`` is ``[5, 0, 1]``.
     """

@@ -1,4 +1,4 @@
-"""Plain data that a model is given and answers with: images and videos, requests and completions."""
+"""Plain data of rollouts: images and videos, requests and completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from engines.models.vision_spec import VisionSpec
 
 _COPIES = 3
-"""Of an image's patches at once: transformers 5 resizes, normalises and cuts, each into memory of its own."""
+"""Number of copies of an image's patches in memory: transformers 5 resizes, normalises and cuts, each into new
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,10 @@ class Image:
     """An image on disk.
 
     Attributes:
-        path, digest: its file, and the SHA-256 of the file.
+        path, digest: the image's file, and the SHA-256 of its content.
         size: width and height in pixels.
-        grid: the patches that the processor makes of it: frames or tiles, and rows and columns of each.
-        place: the row and field that name it, for messages: ``data: train.jsonl, line 3, image 0``.
+        grid: the patches that the processor makes: number of frames or tiles, and rows and columns of each.
+        place: row and field of the image, for messages: ``data: train.jsonl, line 3, image 0``.
     """
 
     path: str
@@ -37,25 +38,25 @@ class Image:
 
     @property
     def patches(self) -> int:
-        """Patches in all frames or tiles."""
+        """Number of patches in all frames or tiles."""
         frames, rows, columns = self.grid
         return frames * rows * columns
 
     @property
     def shown(self) -> int:
-        """Pictures that are decoded of it."""
+        """Number of pictures that are decoded."""
         return 1
 
     def tokens(self, merge: int) -> int:
-        """Count the image tokens that stand for it: ``merge`` x ``merge`` patches become one."""
+        """Return the number of image tokens: ``merge`` x ``merge`` patches become one token."""
         return self.patches // merge**2
 
     def runs(self, vision: VisionSpec) -> list[tuple[int, int]]:
-        """List its runs of tokens in a prompt, one for each frame of its grid: the token, and how many there are."""
+        """Return token and number of tokens of each run in a prompt, one run for each frame of a video."""
         return [(vision.image_token, self.tokens(vision.merge))]
 
     def nbytes(self, vision: VisionSpec) -> int:
-        """Estimate its bytes while it is decoded: pixels, patches in fp32, and the processor's temporary arrays."""
+        """Estimate the bytes that decoding takes: pixels, fp32 patches, and the processor's temporary arrays."""
         return 3 * self.shown * self.size[0] * self.size[1] + _COPIES * 4 * self.patches * vision.patch_size
 
 
@@ -65,12 +66,13 @@ class Completion:
 
     Attributes:
         token_ids: ``[T]`` int32, sampled ids, the stop token included.
-        logprobs: ``[T]`` float32, log-probability of each sampled id under the policy that drew it, at the sampling
-            temperature; ``[0]`` where it was drawn greedily.
-        finished: ended by a stop token; False when it was cut at the length limit.
-        spans: which weights sampled it, in order: their version, and how many ids they sampled; at least one span.
-        top_ids, top_logprobs: ``[T, k]`` int32 and float32, the k likeliest ids at each place and their logprobs; an
-            entry that is not used, for want of ids that may be sampled, has id -1 and -inf. None where not asked for.
+        logprobs: ``[T]`` float32, log-probability of each sampled id under the policy that sampled it, at the sampling
+            temperature; ``[0]`` if it was sampled greedily.
+        finished: True if a stop token ended it; False if it was cut at the length limit.
+        spans: the weights that sampled it, in order: version, and number of ids that these weights sampled; at least
+            one.
+        top_ids, top_logprobs: ``[T, k]`` int32 and float32, the k likeliest ids at each place and their logprobs; id -1
+            and -inf if fewer ids may be sampled. None if they were not requested.
     """
 
     token_ids: np.ndarray
@@ -82,7 +84,7 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Version of the weights that sampled its end."""
+        """Version of the weights that sampled the last id."""
         return self.spans[-1][0]
 
     def __eq__(self, other: object) -> bool:
@@ -93,16 +95,16 @@ class Completion:
 class Completions:
     """Many completions as columns, which cross process borders as a few arrays.
 
-    ``[i]`` is a ``Completion``, ``[i:j]`` are ``Completions``, both as views, ``[i:j:k]`` is a copy; they are equal
-    where every number is.
+    ``[i]`` is a ``Completion`` and ``[i:j]`` are ``Completions``, both as views; ``[i:j:k]`` is a copy. Two are equal
+    if all numbers are.
 
     Attributes:
         token_ids: ``[T]`` int32, ids of all completions end to end.
-        logprobs: ``[T]`` float32, or ``[0]`` where all were drawn greedily.
-        lengths: ``[n]`` int64, ids of each. finished: ``[n]`` bool.
+        logprobs: ``[T]`` float32, or ``[0]`` if all were sampled greedily.
+        lengths: ``[n]`` int64, number of ids of each. finished: ``[n]`` bool.
         span_versions, span_lengths: ``[s]`` int64, version and number of ids of each span, all end to end.
-        span_counts: ``[n]`` int64, spans of each.
-        top_ids, top_logprobs: ``[T, k]``, as a ``Completion`` has them, or None for all.
+        span_counts: ``[n]`` int64, number of spans of each.
+        top_ids, top_logprobs: ``[T, k]``, as in ``Completion``; None if no completion has them.
     """
 
     token_ids: np.ndarray
@@ -117,10 +119,10 @@ class Completions:
 
     @staticmethod
     def join(completions: Sequence[Completion]) -> Completions:
-        """Lay completions end to end.
+        """Join completions end to end.
 
         Raises:
-            ValueError: some have logprobs, or those of the likeliest ids, and others have none.
+            ValueError: only some have logprobs, or logprobs of the likeliest ids.
         """
         spans = [span for one in completions for span in one.spans]
         token_ids = _concatenate((one.token_ids for one in completions), np.int32)
@@ -139,10 +141,10 @@ class Completions:
 
     @staticmethod
     def concatenate(parts: Sequence[Completions]) -> Completions:
-        """Lay the completions of one part or more end to end.
+        """Join the completions of one part or more end to end.
 
         Raises:
-            ValueError: some have logprobs, or those of the likeliest ids, and others have none.
+            ValueError: only some have logprobs, or logprobs of the likeliest ids.
         """
         names = [column.name for column in fields(Completions) if not column.name.startswith("top_")]
         columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
@@ -151,7 +153,7 @@ class Completions:
         return Completions(**columns, top_ids=top_ids, top_logprobs=top_logprobs)
 
     def gather(self, rows: np.ndarray) -> Completions:
-        """Gather the completions of these numbers ``[m]``, in this order, as copies."""
+        """Return the completions with the numbers ``rows`` ``[m]``, in that order, as copies."""
         return self._pick(find_tokens(self.lengths, rows), find_tokens(self.span_counts, rows), rows)
 
     def __len__(self) -> int:
@@ -241,9 +243,9 @@ class Sampling:
     """Settings for sampling completions.
 
     Attributes:
-        count: completions per prompt. temperature: 0 is greedy. max_tokens: the length limit.
-        stream: numbers that name a stream of random numbers. Samples repeat for the same stream, weights and prompts;
-            different streams are independent.
+        count: completions per prompt. temperature: 0 is greedy. max_tokens: most tokens of a completion.
+        stream: seed of the random numbers. Samples repeat for the same stream, weights and prompts; different streams
+            are independent.
         stop_token_ids: a completion ends with the first of these ids, and includes it.
         expected_tokens: expected length of a completion, by which prompts are divided over engines.
         top_logprobs: k, the number of likeliest ids whose logprobs come with each sampled id. Samples do not depend on
@@ -263,7 +265,7 @@ class Sampling:
 
     @property
     def seed(self) -> int:
-        """Seed of ``stream``."""
+        """Seed that is made from ``stream``."""
         return make_seed(self.stream)
 
 
@@ -272,8 +274,11 @@ class Request:
     """A request for the completions of one prompt.
 
     Attributes:
-        token_ids: of the prompt, with as many image tokens as the model sees. images: of it, and videos, in order.
-        goes_first: before all that have not begun, where an engine samples ahead of the trainer.
+        token_ids: ids of the prompt, with as many image tokens as the model sees.
+        sampling: settings for the completions.
+        images: images and videos of the prompt, in order.
+        goes_first: whether it is sampled before all requests that have not begun, if an engine samples ahead of the
+            trainer.
     """
 
     token_ids: tuple[int, ...]
@@ -283,5 +288,5 @@ class Request:
 
 
 def make_seed(stream: tuple[int, ...]) -> int:
-    """Hash the numbers that name a stream to a seed of 64 bits, so that streams do not overlap."""
+    """Hash the numbers of a stream to a seed of 64 bits, so that streams do not overlap."""
     return int(np.random.SeedSequence(stream).generate_state(1, np.uint64)[0])

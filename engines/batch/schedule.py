@@ -20,7 +20,7 @@ from hardware.attention.rules import compute_slot_unit
 _PIECES = (8, 4, 3, 2, 1.5, 1.2, 1, 0.8, 0.6, 0.5, 0.35, 0.25, 0.125)
 """Sizes that pieces of a group are tried at, in units of a replica's work were nothing computed twice."""
 _MIN_MICRO_BATCHES = 8
-"""Sequences stay together where they are at most this part of what a replica, or a pipeline stage of it, has to do."""
+"""Sequences stay together if they are at most this part of the work of a replica, or of a pipeline stage of it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> int:
-        """Hash the schedule to 63 bits, which fit into an int64 tensor: ranks compare it in a collective."""
+        """Hash the schedule to 63 bits, which fit into an int64 tensor, so that ranks can compare it."""
         counts = [[len(rows) for rows in replica] for replica in self.rows]
         hashed = blake2b(np.asarray(counts, dtype=np.int64).tobytes(), digest_size=8)
         found = [self.beginnings.order, self.beginnings.common] if self.beginnings else []
@@ -63,7 +63,7 @@ class Schedule:
         return torch.from_numpy(find_tokens(np.asarray(self.lengths)[self._order], ranks))
 
     def shards(self, batch: TrainBatch) -> list[Shard]:
-        """Cut the shard of each replica out of the batch: one copy of it in the order of the replicas, and views."""
+        """Return the shard of each replica: views of one copy of the batch in the order of the replicas."""
         lengths = np.asarray(self.lengths)
         # Dummies compute the batch's shortest sequence with a token: a forward pass needs one.
         shortest = np.asarray([np.where(lengths > 0, lengths, np.iinfo(np.int64).max).argmin()])
@@ -79,16 +79,16 @@ class Schedule:
         ]
 
     def count_computed(self) -> int:
-        """Count the tokens that are computed, what is shared once in a micro-batch."""
+        """Count the tokens that are computed; tokens that sequences of a micro-batch share count once."""
         shared = [] if self.beginnings is None else [self.beginnings.share(x) for replica in self.rows for x in replica]
         return sum(self.lengths) - sum(sum(one.counts) for one in shared if one)
 
     def restore(self, parts: Sequence[Kind]) -> Kind:
-        """Restore the order of the batch: outputs of the shards, by replica -> outputs ``[N]``."""
+        """Join the outputs of the shards, given by replica, in the order of the batch: outputs ``[N]``."""
         return change_columns(join_outputs(parts), lambda _, column: self.restore_order(column))
 
     def restore_order(self, tokens: Tensor) -> Tensor:
-        """Restore the order of the batch in tokens ``[N, ...]`` of the shards end to end."""
+        """Put the tokens ``[N, ...]`` of the shards, end to end, into the order of the batch."""
         return tokens.index_select(0, self._places.to(tokens.device))
 
 
@@ -104,18 +104,20 @@ def plan_schedule(
     """Balance sequences over replicas by cost, and split each replica's sequences into micro-batches.
 
     A micro-batch has at most ``config.micro_batch_tokens`` slots; a longer sequence is a micro-batch of its own.
-    Replicas have equal numbers of sequences, to one, and exactly equal numbers of micro-batches: the smallest possible
-    number, and at least one for each pipeline stage if a replica has that many sequences. Sequences without a token are
-    left out.
+    Numbers of sequences of two replicas differ by one at most, and numbers of micro-batches are equal: the smallest
+    possible number, and at least one for each pipeline stage if a replica has that many sequences. Sequences without a
+    token are left out.
 
     Args:
-        lengths: tokens of each sequence. hidden: the model's hidden size, which weighs attention against the rest.
-        max_sequences: sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
-        together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, where they
-            are few enough not to spoil the balance: the images of a prompt are then seen once. Replicas then hold
-            equal work rather than equal numbers.
-        beginnings: those that are computed once in a micro-batch of thd. Sequences that begin alike go together in
-            pieces, of the size at which the replica with most work has least, and ``together`` then says nothing.
+        lengths: number of tokens of each sequence. hidden: the model's hidden size, which weighs attention against the
+            rest.
+        replicas: number of data-parallel replicas.
+        max_sequences: most sequences that the platform's kernels take in a pack (``Platform.max_pack_sequences``).
+        together: ``[B]``, sequences with the same number go to one replica, and in thd to one micro-batch, if they are
+            few enough not to spoil the balance, so that the images of a prompt are seen once. Replicas then hold equal
+            work rather than equal numbers.
+        beginnings: common beginnings that are computed once in a micro-batch of thd. Sequences that begin alike go
+            together in pieces, of the size at which the replica with most work has least, and ``together`` is ignored.
 
     Raises:
         ValueError: no sequence has a token.
@@ -293,8 +295,11 @@ def _cut_rows(rows: np.ndarray, slots: np.ndarray, config: MegatronConfig, count
 
 
 def number_image_sets(batch: TrainBatch) -> list[int] | None:
-    """Number the sets of images, ``[B]``: sequences with the same images have the same number, each without images one
-    of its own. None where no sequence has an image."""
+    """Return a number for each sequence, ``[B]``, that is equal for sequences with the same images; None without
+    images.
+
+    Each sequence without images has a number of its own.
+    """
     if not batch.images or not any(batch.images):
         return None
     numbers: dict = {}

@@ -18,12 +18,13 @@ class Shard:
     """One replica's part of a batch, in the order in which it is computed.
 
     Attributes:
-        counts: sequences of each micro-batch; they follow one another in ``batch``.
-        num_dummies: dummy micro-batches that come after them, so that every replica has as many. Each is the last
-            sequence of ``batch``, which belongs to none of the counts: it is computed and counts for nothing.
-        replica: the data-parallel rank that this is for.
-        digest: of the whole schedule (``engines.batch.schedule``), the same on every rank.
-        sharing: the sequences that begin alike, of each micro-batch of ``counts``; none of all without it.
+        batch: the sequences.
+        counts: number of sequences of each micro-batch, which follow one another in ``batch``.
+        num_dummies: number of dummy micro-batches after them, so that every replica has equally many. Each is the last
+            sequence of ``batch``, which is in no other micro-batch: it is computed and counts for nothing.
+        replica: data-parallel rank of the replica.
+        digest: digest of the whole schedule (``engines.batch.schedule``), the same on every rank.
+        sharing: for each micro-batch of ``counts``, the sequences that begin alike; empty if none do.
     """
 
     batch: TrainBatch
@@ -39,17 +40,19 @@ class Shard:
         return sum(self.batch.lengths[: sum(self.counts)])
 
     def micro_batches(self) -> list[TrainBatch]:
-        """Cut the micro-batches as views of the batch: real ones by ``counts``, then the dummies, all equal."""
+        """Return the micro-batches as views of the batch: real ones by ``counts``, then the equal dummies."""
         bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's
         return self.batch.cut(bounds) + [self.batch.select(bounds[-1], len(self.batch))] * self.num_dummies
 
     def list_sharing(self) -> list[Sharing | None]:
-        """List the sequences that begin alike, of each micro-batch; those of a dummy are one."""
+        """Return for each micro-batch, dummies included, the sequences that begin alike."""
         return [*(self.sharing or [None] * len(self.counts)), *[None] * self.num_dummies]
 
     def find_scored(self) -> list[np.ndarray]:
-        """Find the targets of each micro-batch whose scores a loss or a metric reads: those that count or have a
-        weight, ``[N]`` bool each. The batch must be in the host's memory."""
+        """Return for each micro-batch the targets whose scores a loss or a metric reads, ``[N]`` bool.
+
+        They are the targets that count or have a weight. The batch must be in the host's memory.
+        """
         batch, bounds = self.batch, np.cumsum([0, *self.counts, 1])
         scored = batch.mask.numpy() if batch.weights is None else (batch.mask | (batch.weights != 0)).numpy()
         parts = np.split(scored, np.cumsum([0, *batch.lengths])[bounds[1:-1]])
@@ -113,10 +116,10 @@ def join_outputs(parts: Sequence[Kind]) -> Kind:
 
 
 def list_columns(outputs: Outputs) -> dict[str, Tensor]:
-    """List the columns that outputs have, by their names."""
+    """Return the columns that outputs have, by their names."""
     return {name: column for name, column in vars(outputs).items() if column is not None}
 
 
 def change_columns(outputs: Kind, change: Callable[[str, Tensor], Tensor]) -> Kind:
-    """Put ``change(name, column)`` in the place of every column that outputs have."""
+    """Return outputs in which every column is replaced by ``change(name, column)``."""
     return replace(outputs, **{name: change(name, column) for name, column in list_columns(outputs).items()})

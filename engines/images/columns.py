@@ -11,10 +11,10 @@ from engines.models.vision_spec import VisionSpec
 
 
 def find_image_blocks(ids: Sequence[int] | np.ndarray, images: Sequence[Image], vision: VisionSpec) -> np.ndarray:
-    """Find the image that each of n ids of a sequence belongs to: ``[n]``, its number in the sequence, -1 for text.
+    """Return the number of the image in its sequence for each of n ids, ``[n]``; -1 for text.
 
     Raises:
-        ValueError: the image tokens are not those of the images, each in one run, and of the videos' frames.
+        ValueError: the image tokens do not match the images, each in one run, and the frames of the videos.
     """
     tokens = np.asarray(ids)
     is_image = np.isin(tokens, vision.feature_tokens)
@@ -50,7 +50,8 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
         width   0  1 2 3 1 2 3  4
 
     Args:
-        blocks: ``[n]`` as ``find_image_blocks`` gives them, tokens of an image, or of a video's frame, in a run.
+        blocks: ``[n]``, from ``find_image_blocks``; tokens of an image, or of a video's frame, are in one run.
+        images: the images of the sequence. merge: ``merge`` x ``merge`` patches are one token.
     """
     # `filled` ids have their positions; `position` is the next text token's.
     positions, filled, position = np.empty((len(blocks), 3), dtype=np.int64), 0, 0
@@ -72,16 +73,16 @@ def make_multimodal_positions(blocks: np.ndarray, images: Sequence[Image], merge
 def make_image_columns(
     sequences: Sequence[Sequence[int] | np.ndarray], images: Sequence[tuple[Image, ...]], vision: VisionSpec
 ) -> dict:
-    """Make the columns of a ``TrainBatch`` with the places of its images.
+    """Make the columns of a ``TrainBatch`` that say where its images are.
 
     Args:
-        sequences: whole ids of each sequence. images: those of each sequence, in order.
+        sequences: all ids of each sequence. images: images of each sequence, in order.
 
     Returns:
         ``image_block`` ``[N]`` long and ``images``; with positions of three axes also ``positions`` ``[N, 3]`` long.
 
     Raises:
-        ValueError: image tokens that are not those of the images.
+        ValueError: the image tokens do not match the images.
     """
     import torch  # rows are checked before anything takes the time to import it
 

@@ -1,4 +1,4 @@
-"""Files to Pillow's images, as the trainer and vLLM both see them."""
+"""Decode image files with Pillow, in the same way for the trainer and for vLLM."""
 
 import hashlib
 import io
@@ -13,7 +13,7 @@ from engines.batch.samples import Image
 DECODING_ERRORS = (OSError, SyntaxError, ValueError, struct.error)
 """Exceptions that Pillow's decoders raise."""
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's modes that it cuts off at 255 instead of scaling them."""
+"""Pillow's modes that it clips at 255 instead of scaling them."""
 _ORIENTATION = 0x0112
 """The EXIF tag of the camera's orientation."""
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
@@ -23,9 +23,12 @@ _JPEG_END, _TAIL = b"\xff\xd9", 1024
 
 
 def check_image(data: bytes, name: str, place: str) -> tuple[int, int]:
-    """Check an image and return its width and height in pixels, as it is shown.
+    """Check an image and return its width and height in pixels, after rotation.
 
-    Only the header of a JPEG with its end mark is read. Checksums of other formats are verified, and they are decoded.
+    Only the header of a JPEG with its end mark is read. Other formats are decoded, and their checksums verified.
+
+    Args:
+        data: content of the file. name, place: the image and its row, for messages.
 
     Raises:
         ValueError: the bytes are no image, have more than 8 bits of grey, or are damaged or truncated.
@@ -45,14 +48,14 @@ def check_image(data: bytes, name: str, place: str) -> tuple[int, int]:
 
 
 def decode(image: Image) -> Any:
-    """Decode an image into Pillow's, as ``convert_to_rgb`` makes it.
+    """Decode an image file to a Pillow image by ``convert_to_rgb``.
 
     Raises:
-        ValueError: the image is gone, was changed since it was first opened, or cannot be decoded.
+        ValueError: the file is gone, was changed since it was first opened, or cannot be decoded.
     """
     data = read_bytes(image.path, image.place)
     if hashlib.sha256(data).hexdigest() != image.digest:
-        raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; put it back")
+        raise ValueError(f"{image.place}: {image.path!r} was changed since the run started; restore the old file")
     with open_bytes(data, repr(image.path), image.place) as opened:
         return decode_rgb(opened, repr(image.path), image.place)
 
@@ -71,8 +74,11 @@ def _naming_damage(name: str, place: str) -> Iterator[None]:
 
 
 def convert_to_rgb(image: Any) -> Any:
-    """Convert an image to RGB as a viewer shows it: turned by its EXIF orientation, transparent parts on white. Raises
-    DECODING_ERRORS."""
+    """Convert a Pillow image to RGB as a viewer shows it: rotated by its EXIF orientation, transparent parts on white.
+
+    Raises:
+        DECODING_ERRORS: the image cannot be decoded.
+    """
     from PIL import Image as PILImage
 
     image.load()  # which a look at the metadata would do too, and keep silent about damage
@@ -99,7 +105,7 @@ def read_bytes(path: str | Path, place: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"{place}: {str(path)!r} cannot be read: {error.strerror}; mend the path or the file"
+            f"{place}: {str(path)!r} cannot be read: {error.strerror}; correct the path or the file"
         ) from None
 
 

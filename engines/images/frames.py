@@ -1,4 +1,4 @@
-"""Frames of videos: folders of images, and films that Pillow or OpenCV decodes."""
+"""Frames of videos: folders of images, and video files that Pillow or OpenCV decodes."""
 
 import hashlib
 import re
@@ -14,19 +14,19 @@ from engines.images.decoding import DECODING_ERRORS, check_image, decode_rgb, op
 from engines.images.video import Video
 
 FRAME_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-"""Endings of the files of a folder that are its frames."""
+"""Endings of the names of files in a folder that are frames."""
 _CLOCK = 10
-"""Milliseconds that a GIF counts in: frames of one rate last longer or shorter by so much."""
+"""Milliseconds of a GIF's clock, by which frames at one rate last longer or shorter."""
 _MOST_MISSING = 0.05
-"""Share of the frames that a file announces and need not have: some containers only estimate how many they are."""
+"""Share of the announced frames that may be missing: some containers only estimate their number."""
 
 
 @dataclass(frozen=True)
 class Film:
-    """Durations and size of the frames of a file.
+    """Durations and size of the frames of a video file.
 
     Attributes:
-        durations: of each frame in milliseconds, 0 where the file states none. size: width and height in pixels.
+        durations: duration of each frame in milliseconds, 0 if the file states none. size: width and height in pixels.
     """
 
     durations: list[float]
@@ -34,30 +34,33 @@ class Film:
 
 
 def list_frames(folder: Path) -> list[Path]:
-    """List the images of a folder by their names, in which numbers count as numbers: 9 is before 10."""
+    """Return the images in a folder in order of their names, in which numbers count as numbers: 9 is before 10."""
     files = [path for path in folder.iterdir() if path.suffix.lower() in FRAME_ENDINGS]
     return sorted(files, key=lambda path: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.name)])
 
 
 def measure_film(data: bytes, path: Path, place: str) -> Film:
-    """Decode every frame of a film and return its measures; ``data`` is the content of its file.
+    """Decode every frame of a video file and return their durations and size.
+
+    Args:
+        data: content of the file. path, place: the file and its row, for messages.
 
     Raises:
-        ValueError: it cannot be decoded, or is cut short.
+        ValueError: the file cannot be decoded, or is cut short.
     """
     opened = _open_by_pillow(data, path, place)
     return _measure_by_opencv(path, place) if opened is None else _measure_by_pillow(opened, data, path, place)
 
 
 def find_rate(durations: Sequence[float], fps: float | None, what: str) -> float:
-    """Find the frame rate of a film, in frames per second: its own, or ``fps`` for a film that states none.
+    """Return the frame rate of a video file, in frames per second: its own, or ``fps`` if it states none.
 
     Args:
         durations: duration of each frame in milliseconds; the last one is ignored.
-        what: the video's name, for errors.
+        what: name of the video, for messages.
 
     Raises:
-        ValueError: neither states a rate, the durations differ, or ``fps`` differs from the film's rate.
+        ValueError: neither states a rate, the durations differ, or ``fps`` differs from the file's rate.
     """
     lasting = durations[:-1]
     if not any(lasting):
@@ -71,7 +74,7 @@ def find_rate(durations: Sequence[float], fps: float | None, what: str) -> float
     mean = sum(lasting) / len(lasting)
     if fps is not None and not (0 < fps < float("inf") and abs(1000 / fps - mean) <= _CLOCK / 2):
         raise ValueError(
-            f"{what} has {1000 / mean:g} frames in a second, the row says {fps:g}; correct it or leave it out"
+            f"{what} has {1000 / mean:g} frames in a second, the row has fps {fps:g}; correct or remove fps"
         )
     return float(fps or 1000 / mean)
 
@@ -85,14 +88,14 @@ def find_digest(sources: Iterable[bytes], frames: tuple[int, ...], fps: float) -
 
 
 def decode_video(video: Video) -> np.ndarray:
-    """Decode the frames of a video that are shown: ``[frames, height, width, 3]`` uint8.
+    """Decode the shown frames of a video: ``[frames, height, width, 3]`` uint8.
 
     Raises:
         ValueError: the video is gone, was changed since it was first opened, or cannot be decoded.
     """
     path, place = Path(video.path), video.place
     files = list_frames(path) if path.is_dir() else []
-    changed = ValueError(f"{place}: {video.path!r} was changed since the run started; put it back")
+    changed = ValueError(f"{place}: {video.path!r} was changed since the run started; restore the old file")
     if path.is_dir() and len(files) != video.total:
         raise changed
     names = [files[number] for number in video.frames] if path.is_dir() else [path]

@@ -1,9 +1,9 @@
-"""The tokens that stand for images and videos in a prompt, as the trainer and as vLLM's requests have them.
+"""The tokens that stand for images and videos in a prompt, for the trainer and in vLLM's requests.
 
-Each frame of a video's grid stands there as an image does, after the text that says when it was: ``<1.5 seconds>``.
+Each frame of a video's grid is written as an image is, after the text of its time: ``<1.5 seconds>``.
 
 In some families newlines surround an image (``Tower.margin``). A tokenizer merges neighbouring newlines to one token,
-so that those of an image and those of the text beside it may be one.
+so that an image's newlines and the text's may be one token.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 
 _MOST = 4
-"""Newlines of the longest token that vLLM merges them to (0.32, model_executor/models/gemma3_mm)."""
+"""Most newlines that vLLM merges to one token (0.32, model_executor/models/gemma3_mm)."""
 
 
 @cache
@@ -33,7 +33,7 @@ def _read_tokenizer(folder: str) -> Any:
 
 @cache
 def read_newlines(folder: str) -> dict[int, int]:
-    """Read the tokens that are newlines alone from a folder's tokenizer: count -> id; ValueError where one lacks."""
+    """Return count -> id of the tokens that are newlines alone, from a folder's tokenizer; ValueError if one lacks."""
     tokenizer = _read_tokenizer(folder)
     ids = {count: tokenizer.token_to_id("\n" * count) for count in range(1, _MOST + 1)}
     if lacking := [count for count, token in ids.items() if token is None]:
@@ -45,13 +45,13 @@ def read_newlines(folder: str) -> dict[int, int]:
 
 
 def write_times(video: Video, vision: VisionSpec, folder: str) -> list[list[int]]:
-    """Write the time of each frame of a video's grid in tokens, as the tokenizer in a model's folder has them."""
+    """Return the tokens of the time of each frame of a video's grid, by the tokenizer in a model's folder."""
     tokenizer, times = _read_tokenizer(folder), video.times(vision.temporal_patch)
     return [tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False).ids for time in times]
 
 
 def place_frames(video: Video, vision: VisionSpec, folder: str) -> list[int]:
-    """Make the tokens of a video in a prompt: of each frame of its grid the time, start, its own, and end."""
+    """Return the tokens of a video in a prompt: the time, start, frame and end tokens of each frame of its grid."""
     ids: list[int] = []
     for time, (token, count) in zip(write_times(video, vision, folder), video.runs(vision), strict=True):
         ids += [*time, vision.start_token, *[token] * count, vision.end_token]
@@ -59,7 +59,7 @@ def place_frames(video: Video, vision: VisionSpec, folder: str) -> list[int]:
 
 
 def make_placeholders(images: Sequence[Image], model: ModelSpec) -> list[int]:
-    """Make the tokens of images and videos that follow one another in a prompt."""
+    """Return the tokens of images and videos that follow one another in a prompt."""
     vision, ids = model.require_vision(), []
     margin = len(vision.tower.margin)
     newlines = read_newlines(model.folder) if margin else {}
@@ -74,12 +74,12 @@ def make_placeholders(images: Sequence[Image], model: ModelSpec) -> list[int]:
 
 
 def list_margin_tokens(model: ModelSpec) -> tuple[int, ...]:
-    """List the tokens that may be a part of an image's margin."""
+    """Return the tokens that may be part of an image's margin."""
     return tuple(read_newlines(model.folder).values()) if model.vision and model.vision.tower.margin else ()
 
 
 def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpec) -> list[int]:
-    """Collapse each image of a prompt to the one placeholder token that vLLM expands: ``[n] -> [m]`` ids.
+    """Replace the tokens of each image in a prompt by the one placeholder that vLLM expands: ``[n] -> [m]`` ids.
 
     The placeholder is the image token; vLLM adds the tokens around tiles. In a family with a margin it is the start
     token, and vLLM adds the rest. For a video it is the video token; vLLM adds the times and the tokens around frames.
@@ -102,16 +102,16 @@ def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpe
 
 
 def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, int], where: str) -> None:
-    """Check that vLLM leaves the newlines around each image as they are in the prompt.
+    """Check that vLLM keeps the newlines around each image as they are in the prompt.
 
     vLLM merges its own newlines with the text's, and then searches for its own. It finds three newlines before an image
     and fails on three after one (0.32, ``_find_mm_placeholders`` of model_executor/models/gemma3_mm).
 
     Args:
-        ids: of a prompt. newlines: count -> id; none of a family without margins.
+        ids: ids of a prompt. newlines: count -> id; empty for a family without margins.
 
     Raises:
-        ValueError: other newlines are beside an image; the message begins with ``where``.
+        ValueError: newlines beside an image would be lost; the message begins with ``where``.
     """
     margin, counts = len(vision.tower.margin), {token: count for count, token in newlines.items()}
     if not margin:
@@ -125,7 +125,7 @@ def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, in
                 raise ValueError(
                     f"{where}: the text {side} an image meets the {margin} newlines that this family has there, and "
                     f"vLLM would not find the image again: expected {text} newlines of the text's own {side} <image>; "
-                    "leave the others out"
+                    "remove the others"
                 )
 
 

@@ -16,14 +16,14 @@ from engines.batch.samples import Image
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """The part of a micro-batch's images that each rank sees, and the row of features that stands for each token.
+    """The images of a micro-batch that each rank computes, and the row of features that each token reads.
 
-    Ranks give their features, as many rows each, to one another; equal images are seen once. Two ranks with images of 4
-    and 2 tokens give 4 rows each: 0 to 3 and, of the second, 4 and 5; its rows 6 and 7 are padding.
+    Ranks exchange their features, equally many rows each; equal images are computed once. Two ranks with images of 4
+    and 2 tokens give 4 rows each: 0 to 3, and from the second rank 4 and 5; its rows 6 and 7 are padding.
 
     Attributes:
-        images: images of each rank. height: rows that each rank returns.
-        rows: ``[N]`` long, the row of each input among the ``ranks * height`` of all ranks, -1 for text.
+        images: images of each rank. height: number of rows that each rank returns.
+        rows: ``[N]`` long, the row of each input among the ``ranks * height`` rows of all ranks, -1 for text.
     """
 
     images: tuple[tuple[Image, ...], ...]
@@ -32,13 +32,13 @@ class VisionPlan:
 
     @classmethod
     def build(cls, micro: TrainBatch, merge: int, ranks: int) -> VisionPlan:
-        """Split the images of a micro-batch over ranks, by their numbers of patches.
+        """Divide the images of a micro-batch over ranks, by their numbers of patches.
 
         Args:
-            merge: ``merge`` x ``merge`` patches of an image become one token.
+            merge: ``merge`` x ``merge`` patches of an image are one token. ranks: number of ranks.
 
         Raises:
-            RuntimeError: the batch has other image tokens than its images have.
+            RuntimeError: the image tokens of the batch do not match its images.
         """
         # An image that several sequences have is seen by one rank, and its rows are read several times.
         uses = [image for shown in micro.images or () for image in shown]

@@ -1,4 +1,4 @@
-"""Images to patches, by the processor that the model was saved with: the same for the trainer and for vLLM."""
+"""Turn images into patches by the processor that is saved with the model, for the trainer and for vLLM alike."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ class ImageProcessor:
     """Transformers' image processor of a model's folder.
 
     Attributes:
-        settings: all settings that decide about pixels, defaults included.
+        settings: all settings that affect pixels, defaults included.
 
     Raises:
-        ValueError: the folder has none, or it cuts images otherwise than the model's vision tower expects.
+        ValueError: the folder has no processor, or its patches are not those that the model's vision tower expects.
     """
 
     def __init__(self, folder: str, vision: VisionSpec):
@@ -56,7 +56,10 @@ class ImageProcessor:
             )
 
     def open(self, path: str | Path, place: str) -> Image:
-        """Check an image and return a reference to it; only the header of a complete JPEG is decoded.
+        """Check an image file and return a reference to it; of a complete JPEG only the header is decoded.
+
+        Args:
+            place: row and field of the image, for messages.
 
         Raises:
             ValueError: the file is missing, no image, truncated, or too narrow to be resized.
@@ -83,16 +86,17 @@ class ImageProcessor:
 
     @cached_property
     def videos(self) -> VideoProcessor:
-        """The folder's processor of videos, read when the first one is met; ValueError as for images."""
+        """The video processor of the folder, which is read at first use; ValueError as for images."""
         return VideoProcessor(self.folder, self.vision)
 
     def patches(self, images: Sequence[Image]) -> "Tensor":
-        """Make the pixels of images and videos as their tower takes them, float32: patches ``[patches, patch_size]``,
-        one image after another; or whole images, or the tiles of each, ``[n, channels, height, width]``, where all are
-        of one size.
+        """Make the pixels of images and videos in the tower's form, float32.
+
+        They are patches ``[patches, patch_size]``, one image after another; or, if all have one size, whole images or
+        tiles ``[n, channels, height, width]``.
 
         Raises:
-            ValueError: one is gone, was changed, or cannot be decoded.
+            ValueError: a file is gone, was changed, or cannot be decoded.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Videos, as rows and batches refer to them: an image of several frames."""
+"""Videos as rows and batches refer to them: images of several frames."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ class Video(Image):
 
     @property
     def shown(self) -> int:
-        """Pictures that are decoded of it."""
+        """Number of pictures that are decoded."""
         return len(self.frames)
 
     def runs(self, vision: VisionSpec) -> list[tuple[int, int]]:
-        """List its runs of tokens in a prompt, one for each frame of its grid: the token, and how many there are."""
+        """Return token and number of tokens of each run in a prompt, one run for each frame of its grid."""
         assert vision.video_token is not None
         return [(vision.video_token, self.tokens(vision.merge) // self.grid[0])] * self.grid[0]
 
     def times(self, depth: int) -> list[float]:
-        """Compute the time of each frame of its grid in seconds: the middle of the first and the last of its ``depth``
-        frames, of which the last is repeated where they do not suffice."""
+        """Return the time of each frame of its grid in seconds: the middle between the first and last of its ``depth``
+        frames.
+
+        If frames are missing at the end, the last one is repeated.
+        """
         frames = [*self.frames, *[self.frames[-1]] * (-len(self.frames) % depth)]
         ends = zip(frames[::depth], frames[depth - 1 :: depth])
         # In transformers' own order of operations: a last bit decides how a time is rounded as it is written.

@@ -1,4 +1,4 @@
-"""Videos: which of their frames are shown and when, and their patches, by transformers' own processor."""
+"""Videos: choose the shown frames and their times, and make patches by transformers' own processor."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NARROWEST = 4
-"""Pixels of a side; transformers takes one of 1 or 3 for the colours."""
+"""Least pixels of a side; transformers takes a side of 1 or 3 for the colours."""
 
 
 class VideoProcessor:
     """Transformers' video processor of a model's folder.
 
     Attributes:
-        settings: all settings that decide about pixels, defaults included.
+        settings: all settings that affect pixels, defaults included.
 
     Raises:
-        ValueError: the folder has none, or it cuts videos otherwise than the model's vision tower expects.
+        ValueError: the folder has no processor, or its patches are not those that the model's vision tower expects.
     """
 
     def __init__(self, folder: str, vision: VisionSpec):
@@ -68,8 +68,10 @@ class VideoProcessor:
 
         Args:
             path: a file of several frames, or a folder of images in the order of their names.
-            fps: frame rate of the video, per second; None takes the file's.
-            rate, frames: shown frames per second, or their numbers; None for both takes the processor's rate.
+            place: row and field of the video, for messages.
+            fps: frames per second of the video; None takes the file's.
+            rate: frames per second to show. frames: numbers of the frames to show. None for both takes the processor's
+                rate.
 
         Raises:
             ValueError: the video is missing, has too few frames or another rate, or its frames are broken, differ in
@@ -99,7 +101,9 @@ class VideoProcessor:
         from transformers.video_utils import VideoMetadata
 
         if rate is not None and not 0 < rate <= fps:
-            raise ValueError(f"{what} has {fps:g} frames a second, expected to show at most those, not {rate:g}")
+            raise ValueError(
+                f"{what} has {fps:g} frames a second, expected a rate up to that, got {rate:g}; lower rate"
+            )
         if frames is None:
             frames = self._process.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=rate).tolist()
         chosen = tuple(frames or ())
@@ -128,7 +132,7 @@ class VideoProcessor:
         return -(-frames // depth), rows // patch, columns // patch
 
     def patches(self, videos: Sequence[Video]) -> "Tensor":
-        """Make patches of videos as their tower takes them: ``[patches, patch_size]`` float32, one after another.
+        """Make patches of videos in the tower's form: ``[patches, patch_size]`` float32, one video after another.
 
         Raises:
             ValueError: a video is gone, was changed, or cannot be decoded.

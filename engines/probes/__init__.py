@@ -1,1 +1,1 @@
-"""Probes: checks ask these of an engine, and must find the faults that are planted here."""
+"""Probes of an engine for checks, and planted faults that the checks must find."""

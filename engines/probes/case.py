@@ -1,4 +1,4 @@
-"""The sequences that a probe runs with and its findings, as plain data between controller and ranks."""
+"""The sequences of a probe and its findings, as plain data between controller and ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -13,8 +13,8 @@ class ProbeCase:
     """Sequences to probe with.
 
     Attributes:
-        lengths: tokens of each sequence. columns: tokens of the stream whose influence the probe measures.
-        image_block: ``[N]`` as ``TrainBatch`` has it. prefixes: tokens of each sequence's prefix.
+        lengths: number of tokens of each sequence. columns: numbers of the tokens whose influence the probe measures.
+        image_block: ``[N]``, as in ``TrainBatch``. prefixes: length of each sequence's prefix.
     """
 
     lengths: tuple[int, ...]
@@ -23,39 +23,42 @@ class ProbeCase:
     prefixes: tuple[int, ...]
 
     def compute_visible(self, rule: Rule) -> np.ndarray:
-        """Compute the oracle ``[N, N]`` bool: may token i see token j?"""
+        """Compute the oracle ``[N, N]`` bool: whether token i may see token j."""
         blocks = np.asarray(self.image_block, dtype=np.int64)
         spec = MaskSpec("thd", self.lengths, self.lengths, rules=(rule,), image_block=blocks, prefixes=self.prefixes)
         return spec.compute_visible()[0].numpy()
 
     def passes(self, slots: int, sequences: int | None) -> list["ProbeCase"]:
-        """Split the case by its columns, so that ``repeated`` of each part takes about ``slots``, of at most so many
-        sequences."""
+        """Split the case by its columns so that ``repeated`` of each part has about ``slots`` tokens.
+
+        Args:
+            sequences: most sequences of a part's ``repeated``; None sets no limit.
+        """
         # A column takes a copy of all sequences, each of which bshd makes as wide as the longest.
         count = slots // (len(self.lengths) * max(self.lengths))
         count = max(1, count if sequences is None else min(count, (sequences - 1) // len(self.lengths)))
         return [replace(self, columns=self.columns[i : i + count]) for i in range(0, len(self.columns), count)]
 
     def repeated(self) -> "ProbeCase":
-        """Repeat the sequences, one copy for each column, all in one pack: ``[columns * N]`` tokens."""
+        """Return the sequences repeated once for each column, in one pack of ``columns * N`` tokens."""
         count = len(self.columns)
         return ProbeCase(self.lengths * count, self.columns, self.image_block * count, self.prefixes * count)
 
     @property
     def changed(self) -> list[int]:
-        """Tokens ``[columns]`` of a repeated case: each column's token in its own copy."""
+        """Return the tokens ``[columns]`` to change in a repeated case: each column's token in its own copy."""
         size = sum(self.lengths) // len(self.columns)
         return [copy * size + column for copy, column in enumerate(self.columns)]
 
     def place(self) -> tuple[np.ndarray, np.ndarray]:
-        """Place each token ``[N]``: its sequence, and its position in it."""
+        """Return sequence and position of each token, ``[N]`` each."""
         positions = [np.arange(n) for n in self.lengths]
         return np.repeat(np.arange(len(self.lengths)), self.lengths), np.concatenate(positions)
 
     def judge(
         self, layer: int, effects: np.ndarray, allowed: np.ndarray, required: np.ndarray, pads: int
     ) -> "Influence":
-        """Sort the forbidden effects among ``[N, columns]`` by kind of leak, and find absent required effects."""
+        """Sort the forbidden effects among ``[N, columns]`` by kind of leak, and count the missing required effects."""
         sequence, position = self.place()
         leaks = {"padding": pads} if pads else {}
         words = [f"{pads} tokens see padding"] if pads else []
@@ -86,8 +89,9 @@ class Influence:
 
     Attributes:
         layer: number of the layer, from 1; 0 for the model as a whole.
-        leaks: kind of leak -> pairs of tokens. missing: pairs that should see each other and do not.
-        example: the first of them, in words.
+        leaks: kind of leak -> number of pairs of tokens. missing: number of pairs that should see each other and do
+            not.
+        example: description of the first pair.
     """
 
     layer: int

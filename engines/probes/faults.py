@@ -1,8 +1,8 @@
-"""Known faults, planted into the code that runs in production, so that a check can show that it finds them.
+"""Known faults, planted into the code of production, so that a check can show that it finds them.
 
-Each is one that some system of the field has had. ``plant`` puts it into this process and ``mend`` takes it out; both
-are called in the process of a training rank or of a rollout engine. Wrong masks are planted where the platform under
-check lowers a rule, which it says itself (``Platform.list_faults``).
+Each fault is one that some system of the field has had. ``plant`` puts it into this process and ``mend`` removes it;
+both are called in the process of a training rank or a rollout engine. Wrong masks are planted where the platform under
+check lowers a rule (``Platform.list_faults``).
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ class Fault:
     """A known fault, and where it can be planted and found.
 
     Attributes:
-        patches: makes the patches when the fault is planted, since that imports the patched modules; None where the
+        patches: makes the patches when the fault is planted, since that imports the patched modules; None if the
             platform has them.
-        where: the kind of process to plant it in. cp: the context-parallel size at which it shows.
-        model: HF model_type of a tiny model on which it shows.
+        where: kind of process to plant it in. cp: context-parallel size at which it shows.
+        model: HuggingFace model_type of a tiny model on which it shows.
         found_by: the check that must find it; other checks may find it too.
     """
 
@@ -44,7 +44,7 @@ def plant(engine, name: str) -> None:
     """Put a fault of ``FAULTS`` or ``REAL_FAULTS`` into this process.
 
     Raises:
-        ValueError: it is one of masks, and the engine's platform has no place for it.
+        ValueError: it is a fault of masks, and the engine's platform has no place for it.
     """
     make = (FAULTS | REAL_FAULTS)[name].patches
     for owner, attribute, wrap in make() if make else collect_faults(engine.platform)[name]:
@@ -52,15 +52,15 @@ def plant(engine, name: str) -> None:
 
 
 def mend(_engine) -> None:
-    """Take out all faults that were planted in this process."""
+    """Remove all faults that were planted in this process."""
     _PLANTED.close()
 
 
 def collect_faults(platform: Platform) -> dict[str, list[Patch]]:
-    """Return ``Platform.list_faults`` of a platform after checking that it is complete.
+    """Return ``Platform.list_faults`` of a platform, after a check that it is complete.
 
     Raises:
-        ValueError: it has no place for one of ``ATTENTION_FAULTS``, or has a fault that is none of them.
+        ValueError: it lacks a fault of ``ATTENTION_FAULTS``, or has another fault.
     """
     faults = platform.list_faults()
     if lacking := [name for name in ATTENTION_FAULTS if not faults.get(name)]:
@@ -316,10 +316,10 @@ FAULTS: dict[str, Fault] = {
     "an image cut by a chunk": Fault(form_faults.cut_images, "rollout", where="rollouts", model="gemma3"),
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),
 }
-"""Every fault by its name."""
+"""Name of a fault -> fault."""
 
 _LARGE_VOCAB = 200_000
-"""Tokens from which on log_softmax's bias on a CPU is above the limit between rollout and trainer."""
+"""Size of vocabulary from which on log_softmax's bias on a CPU exceeds the limit between rollout and trainer."""
 REAL_FAULTS: dict[str, Fault] = {
     "a rotary base of twice the size": Fault(_rotary_base_doubled, "layouts"),
     "all weights stale": Fault(_all_weights_stale, "weight sync", where="rollouts"),
@@ -331,7 +331,7 @@ REAL_FAULTS: dict[str, Fault] = {
 
 
 def list_real_faults(model: ModelSpec) -> dict[str, Fault]:
-    """List the faults of ``REAL_FAULTS`` that a model can show, by name."""
+    """Return the faults of ``REAL_FAULTS`` that a model can show, by name."""
     absent = set() if model.tied else {"a tied head left behind"}
     absent |= set() if model.vocab >= _LARGE_VOCAB else {"log_softmax of a large vocabulary"}
     return {name: fault for name, fault in REAL_FAULTS.items() if name not in absent}

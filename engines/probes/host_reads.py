@@ -1,4 +1,4 @@
-"""Places of a training step that read a value back from the device, where the host waits for it."""
+"""Find the places of a training step that read a value back from the device, for which the host waits."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ READS_OF_A_STEP = {
     "megatron/core/distributed/finalize_model_grads.py finalize_model_grads": "whether any token counts",
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32": "the norm that gradients are clipped by",
 }
-"""Every place that reads a device's values, once a step or once after it, and the value. Micro-batches read none."""
+"""Place that reads a device's values, once a step or once after it -> the value. Micro-batches read none."""
 _T = torch.Tensor
 _READING_METHODS = (_T.item, _T.tolist, _T.cpu, _T.numpy, _T.nonzero, _T.unique, _T.equal, _T.masked_select)
 _READING_METHODS += (_T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__contains__)
@@ -29,10 +29,10 @@ _READS_OPERATOR = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2"
 
 
 class HostReads:
-    """A context that notes every read in it.
+    """A context that records every read from the device.
 
     Attributes:
-        places: ``FILE FUNCTION`` of each read in order: the innermost function of this project or of Megatron. Reads of
+        places: ``FILE FUNCTION`` of each read in order: the innermost function of this project or of Megatron. Reads by
             an emulator, which checks calls, are left out.
     """
 
@@ -51,7 +51,7 @@ class HostReads:
         self._operators.__exit__(*error)
 
     def count(self) -> dict[str, int]:
-        """Count the reads of each place."""
+        """Return place -> number of reads."""
         return {place: self.places.count(place) for place in self.places}
 
 

@@ -33,7 +33,7 @@ from hardware.attention.rules import Rule
 _PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26
 """Tokens that one pass takes, and logits that it makes at most."""
 _LOUD = 64.0
-"""Keys and values are changed by this much, so that one among thousands of tokens is heard in bf16 too."""
+"""Size of the change to keys and values, so that one among thousands of tokens shows in bf16 too."""
 
 
 # -- one layer's attention
@@ -42,13 +42,14 @@ _LOUD = 64.0
 def probe_attention(
     engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase, every: bool = True
 ) -> list[Influence]:
-    """Compare each layer's core attention on this rank with its rule; returns the differences, empty if right.
+    """Compare each layer's core attention on this rank with its rule, and return the differences; empty if there are
+    none.
 
     A forward pass over copies of the sequences, each with the key and value of another token changed, is compared with
     a pass over unchanged copies. A pass over one copy is compared with a pass with other padding.
 
     Args:
-        every: probe each layer; otherwise the first and the last alone.
+        every: whether to probe each layer; else only the first and the last.
     """
     layers = list(engine.decoder.decoder.layers)
     layers = layers if every else list(dict.fromkeys([layers[0], layers[-1]]))
@@ -154,7 +155,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
 
 @torch.no_grad()
 def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]) -> int:
-    """Count images with features that change with the images beside them in the vision tower; 0 on later stages.
+    """Count images whose features change with the other images in the vision tower; 0 on later stages.
 
     Args:
         others: for each image another image of its size.
@@ -201,7 +202,7 @@ def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
 
 
 def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
-    """Compute outputs ``[N]`` in a layout, of a batch that every replica computes; on the leader."""
+    """Compute outputs ``[N]`` in layout ``kind``, for a batch that every replica computes; only the leader has them."""
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
         (shard,) = schedule.shards(batch)
@@ -210,7 +211,7 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
-    """Collect the output of each layer of this rank's stage: layer number -> ``[N, hidden]`` float32."""
+    """Return the output of each layer of this rank's stage: layer number -> ``[N, hidden]`` float32."""
     layouts, states = [], {}
     build = engine.layout
 
@@ -239,11 +240,10 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
 
 
 def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float) -> float:
-    """Take the gradient of ``sum(loss) / denominator`` into the buffers of every rank, reduced over all replicas;
-    returns the square of the norm over this rank's parameters.
+    """Compute the gradient of ``sum(loss) / denominator`` into the buffers of every rank, reduced over all replicas.
 
-    Args:
-        batch: that of all replicas; each takes its share.
+    It returns the square of the norm over this rank's parameters. ``batch`` is that of all replicas, each takes its
+    share.
     """
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, engine.dp_size)
@@ -253,13 +253,13 @@ def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: L
 
 
 def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:
-    """Read some of the gradients in the buffers: HF name -> whole tensor, on the first replica's leader."""
+    """Return the named gradients in the buffers: HF name -> whole tensor, on the first replica's leader."""
     gradients = gather_gradients(engine, names)
     return gradients if engine.is_leader and engine.dp_rank == 0 else {}
 
 
 def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dict[str, Tensor]:
-    """Gather the gradients of the last backward pass, reduced over all replicas: HF name -> whole tensor on every rank.
+    """Return gradients of the last backward pass, reduced over all replicas: HF name -> whole tensor on every rank.
 
     Args:
         names: weights whose gradients to gather; empty gathers all.
@@ -292,7 +292,7 @@ def _gather_buffers(engine: MegatronEngine) -> None:
 
 @torch.no_grad()
 def step_weights(engine: MegatronEngine, rate: float) -> None:
-    """Go down the gradient in the buffers: other weights, the same on every rank that shares one."""
+    """Subtract ``rate`` times the gradient in the buffers from the weights, equally on ranks that share a weight."""
     for parameter, gradient in _list_gradients(engine):
         parameter.add_(gradient, alpha=-rate)
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """Counts the bytes of the storages that autograd holds.
+    """Counts the bytes of the storages that autograd holds for backward passes.
 
     Args:
-        left_out: addresses of storages that are not counted: parameters.
+        left_out: addresses of storages that are not counted, such as parameters.
 
     Attributes:
-        now, most: bytes.
+        now, most: bytes at present, and their peak.
     """
 
     def __init__(self, left_out: set[int]):

@@ -1,4 +1,4 @@
-"""Known faults of sequences that begin alike, under each of which who sees whom is right."""
+"""Known faults of sequences that begin alike, under which the masks are still right."""
 
 from dataclasses import replace
 

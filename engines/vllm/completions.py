@@ -1,4 +1,4 @@
-"""Conversion of vLLM's outputs to completions."""
+"""Convert vLLM's outputs to completions."""
 
 from typing import cast
 
@@ -31,7 +31,7 @@ def read_completion(sample: CompletionOutput) -> Completion:
 
 
 def read_scores(output: RequestOutput) -> Completion:
-    """Read the logprobs of a prompt's own ids from the second on, by the weights that sampled the one after it."""
+    """Read the logprobs of a prompt's ids from the second on; the version is that of the id sampled after it."""
     tokens = np.asarray(output.prompt_token_ids, dtype=np.int32)[1:]
     found = cast(FlatLogprobs, output.prompt_logprobs)
     if not np.array_equal(found.token_ids, tokens):

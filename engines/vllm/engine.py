@@ -82,14 +82,15 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
 
 
 class VllmEngine:
-    """Samples completions with the log-probability of every token. The platform's rollout environment must be set.
+    """Samples completions with the log-probability of every token. The platform's rollout environment must be set
+    before.
 
     Args:
-        model: read from ``model.folder``; its weights count as version 0.
-        takes_turns: with trainers, on the same devices, so that it has to sleep.
+        model: read from ``model.folder``; its weights count as version 0. config: settings of the engine.
+        takes_turns: whether trainers use the same devices in turn, so that it has to sleep.
 
     Raises:
-        ValueError: vLLM has no backend here that honours the model's rules.
+        ValueError: vLLM has no backend here that computes the model's attention rules.
         RuntimeError: vLLM took another backend than the chosen one.
     """
 
@@ -132,16 +133,16 @@ class VllmEngine:
         executor.register_failure_callback(partial(os._exit, 1))
 
     def close(self) -> None:
-        """End vLLM and free its memory, as far as this process can; another engine may be started in it."""
+        """Stop vLLM and free its memory, as far as this process can; another engine may then start in it."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         cleanup_dist_env_and_memory()
 
     def sample(self, requests: Sequence[Request], seed: int) -> Completions:
-        """Sample the completions of each request in order: one round, which ends with the last.
+        """Sample the completions of all requests, and return them in order once the last is done.
 
-        No more are sampled at a time than there is memory for their decoded images. The same requests, weights and seed
-        give the same tokens and logprobs, bit for bit, after any earlier requests.
+        Requests wait if there is no memory for their decoded images. The same requests, weights and seed give the same
+        tokens and logprobs, bit for bit, after any earlier requests.
 
         Raises:
             ValueError: an image cannot be read.
@@ -183,7 +184,7 @@ class VllmEngine:
         return sum(image.nbytes(vision) for image in request.images) if vision else 0
 
     def add_request(self, name: str, request: Request) -> None:
-        """Begin to sample a request, which ``step`` names so when it has finished.
+        """Begin to sample a request under ``name``, by which ``step`` returns it when it has finished.
 
         Raises:
             ValueError: the prompt is too long, or an image cannot be read.
@@ -203,11 +204,12 @@ class VllmEngine:
         self.llm.llm_engine.abort_request(list(names))
 
     def step(self) -> list[RequestOutput]:
-        """Compute a token of every running request; returns the requests that finished."""
+        """Compute one token of every running request; returns the requests that finished."""
         return cast(list[RequestOutput], self.llm.llm_engine.step())
 
     def finish_batches(self) -> list[RequestOutput]:
-        """Wait for forward passes that vLLM has scheduled ahead, before new weights are loaded; returns as ``step``.
+        """Wait for forward passes that vLLM has scheduled ahead, before new weights are loaded; returns what ``step``
+        does.
 
         On a CPU none is ahead. On devices (``async_scheduling``) vLLM begins a step before it reads the tokens of the
         last step. It would label those tokens with the version of weights that came in between.
@@ -239,7 +241,7 @@ class VllmEngine:
         return [read_completion(sample) for sample in output.outputs]
 
     def read_answer(self, request: Request, output: RequestOutput) -> Completions:
-        """Read the completions of a request as columns; raises as ``read_output`` does."""
+        """Read the completions of a request as columns; raises the errors of ``read_output``."""
         return Completions.join(self.read_output(request, output))
 
     def _empty_caches(self) -> None:
@@ -251,19 +253,19 @@ class VllmEngine:
             self.llm.llm_engine.reset_encoder_cache()
 
     def rewind(self, version: int) -> None:
-        """Accept ``version`` as the next update, even if it is older: the trainer went back to a checkpoint."""
+        """Accept ``version`` as the next update, even if it is older, since the trainer went back to a checkpoint."""
         self._newest = version - 1
 
     def sleep(self, level: int) -> None:
-        """Give the devices' memory back; level 1 keeps the weights on the host, 2 drops them."""
+        """Free the memory of the devices; level 1 keeps the weights on the host, 2 drops them."""
         self._sleep.sleep(level)
 
     def wake(self, tags: Sequence[Tag]) -> None:
-        """Take memory of the devices back."""
+        """Allocate the parts named by ``tags`` on the devices again."""
         self._sleep.wake(tags)
 
     def load_weights(self, bucket: WeightBucket, version: int, last: bool) -> None:
-        """Load one bucket; ``last`` finishes the update, empties the prefix cache and makes the weights ``version``.
+        """Load one bucket; the ``last`` finishes the update, empties the prefix cache and sets ``version``.
 
         A first bucket begins an update and drops an unfinished one.
 
@@ -298,7 +300,7 @@ class VllmEngine:
         self._begin_version(version)
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
-        """Digest the weights that vLLM multiplies with; join the workers' readings by ``merge_readings``."""
+        """Return name -> digest of the weights that vLLM computes with; None for a tensor that cannot be read."""
         self._sleep.require_weights("digest_weights")
         shapes = {name: self.model.find_hf_shape(name) for name in sorted(self.model.list_hf_names())}
         parts = self.llm.collective_rpc("digest_weights", args=(shapes, self.model.tied, plan))

@@ -29,16 +29,16 @@ class _Open:
 
 
 class EngineLoop:
-    """One thread that builds an engine, steps it while it has requests, and makes every other call of it.
+    """One thread that builds an engine, steps it while it has requests, and makes every other call of the engine.
 
     Methods may be called from any thread. A caller that stops waiting does not disturb the loop. When a step raises,
     the loop ends, and every waiting and later call raises RuntimeError with that cause.
 
     Args:
-        build: makes the engine, on the loop's thread: the current device and OpenMP's team are a thread's own.
+        build: makes the engine, on the loop's thread, since the current device and OpenMP's threads belong to a thread.
 
     Attributes:
-        engine: the engine that ``build`` made. Other threads reach it by ``call`` alone.
+        engine: the engine that ``build`` made. Other threads must use it through ``call``.
         idle_s: seconds without a request to sample.
     """
 
@@ -72,11 +72,11 @@ class EngineLoop:
         return future.result()
 
     def submit(self, requests: Sequence[tuple[Hashable, Request]]) -> None:
-        """Hand in requests, each by a key of the caller's; they begin in their order, those that go first before
-        all that wait.
+        """Submit requests, each with a key of the caller. They begin in order; those that go first overtake all that
+        wait.
 
         Raises:
-            ValueError: a key is that of a request which was not yet taken or given up.
+            ValueError: a key belongs to a request that was neither taken nor aborted.
         """
         opened = [_Open(key, request, self.engine.count_image_bytes(request)) for key, request in requests]
         keys = {one.key for one in opened}
@@ -90,11 +90,11 @@ class EngineLoop:
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[tuple[Hashable, Completions | Exception]]:
-        """Take the requests that finished since the last call, in order; waits up to ``timeout_s`` seconds for one.
+        """Return the requests that finished since the last call, in order; waits up to ``timeout_s`` seconds for one.
 
         Returns:
             the key of each request with its completions, or with the error that prevents sampling: the prompt is too
-            long for the engine, or an image cannot be read.
+                long for the engine, or an image cannot be read.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._finished or self._fault, timeout_s)
@@ -105,11 +105,11 @@ class EngineLoop:
         return finished
 
     def abort(self, keys: Iterable[Hashable]) -> None:
-        """Give requests up, wherever they are; keys that are not there are passed over."""
+        """Abort requests by their keys, finished or not; unknown keys are ignored."""
         self.call(self._abort, frozenset(keys))
 
     def pause(self) -> None:
-        """Step no more once the step that is under way has ended. Requests are kept, and may still be handed in."""
+        """Stop stepping after the current step. Requests are kept, and may still be submitted."""
 
         def pause_between_steps() -> None:
             self._paused = True

@@ -1,4 +1,4 @@
-"""The processes of an engine of several devices: how they end, and that nothing of them stays."""
+"""End the processes of an engine of several devices with the engine, and leave nothing of them."""
 
 import ctypes
 import os
@@ -9,9 +9,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 _SET_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux' prctl: the signal that this process gets when its parent ends."""
+"""PR_SET_PDEATHSIG of Linux' prctl: sets the signal that this process gets when its parent ends."""
 _SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""Prefixes of the names of vLLM's shared memory: queues to and from workers, and buffers of their collectives."""
+"""Prefixes of the names of vLLM's shared memory: queues of workers, and buffers of collectives."""
 
 
 def end_with_parent() -> None:

@@ -1,5 +1,7 @@
-"""Prompts and sampling parameters as vLLM takes them: images and videos are decoded, with one token in the place of
-each."""
+"""Make prompts and sampling parameters for vLLM.
+
+Images and videos are decoded, with one token for each in the prompt.
+"""
 
 from typing import Any
 
@@ -14,7 +16,7 @@ from engines.models.spec import ModelSpec
 
 
 def make_prompt(request: Request, model: ModelSpec) -> TokensPrompt:
-    """Make vLLM's form of a request's prompt, with one token for each image: vLLM puts all of its tokens there.
+    """Make vLLM's form of a request's prompt, with one token for each image, which vLLM expands.
 
     Raises:
         ValueError: an image cannot be read.
@@ -50,7 +52,7 @@ def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
 
 
 def make_params(sampling: Sampling, count: int, model: ModelSpec, config: VllmConfig) -> SamplingParams:
-    """Make vLLM's parameters of ``count`` completions; greedy ones and scores are of the whole distribution."""
+    """Make vLLM's parameters for ``count`` completions; greedy completions and scores ignore top_k, top_p and min_p."""
     greedy, kept = sampling.temperature == 0, dict[str, Any]()
     if config.top_k and not greedy and not sampling.scores_prompt:
         kept = {"top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p}

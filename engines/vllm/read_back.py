@@ -1,7 +1,7 @@
-"""Reading weights back from vLLM's model, as it computes with them, under the names by which they were sent.
+"""Read weights back from vLLM's model, as it computes with them, under the names by which they were sent.
 
 vLLM joins tensors, splits them over devices and, on a CPU, multiplies with packed copies of an opaque format. Its own
-loaders load tensors without data here; each copy that they would make tells the place of rows and columns. A packed
+loaders load tensors without data here; each copy that they would make shows the place of rows and columns. A packed
 copy is read by computing with it: its product with a unit vector is a column, bit for bit.
 """
 
@@ -30,14 +30,14 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from engines.weight_digest import DigestPlan, sum_columns, sum_rows
 
 _UNIT_VECTORS = 64
-"""Columns that are read of a packed copy at a time."""
+"""Number of columns of a packed copy that are read at a time."""
 _TORN = -1
-"""Digest of a tensor with differing copies; real digests are never negative."""
+"""Digest of a tensor whose copies differ; real digests are never negative."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor, which is taken as a matrix with the rows of its first dimension."""
+    """A block of a tensor, seen as a matrix whose rows are those of the tensor's first dimension."""
 
     row: int
     column: int
@@ -46,7 +46,7 @@ class Block:
 
 
 Reading = tuple[str, Block, int]
-"""Name of a tensor as it was sent, a block of it, and the digest of that."""
+"""Name of a tensor as it was sent, a block of it, and the digest of the block."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class ReadBack:
     """Reads the weights of a worker's model.
 
     Args:
-        shapes: of all weights as they are sent, by HuggingFace names. tied: the embedding is the output layer too.
-        dtype: name of the model's type.
+        shapes: HuggingFace name -> shape of each weight as it is sent.
+        tied: whether the embedding is the output layer too. dtype: name of the model's dtype.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], tied: bool, dtype: str):
@@ -184,10 +184,13 @@ def _find_block(view: Tensor, shape: Sequence[int]) -> Block | None:
 
 
 def merge_readings(parts: Iterable[Sequence[Reading]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int | None]:
-    """Add up the readings of an engine's workers to the digest of every tensor.
+    """Add up the readings of an engine's workers to a digest of every tensor.
+
+    Args:
+        shapes: name -> shape of each tensor.
 
     Returns:
-        None for a tensor that was not read whole; a number that is no digest where copies of a block differ.
+        name -> digest; None for a tensor that was not read whole, and a negative number if copies of a block differ.
     """
     blocks: dict[str, dict[Block, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name, block, digest in chain.from_iterable(parts):

@@ -14,13 +14,13 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
 class Sleep:
-    """The parts of an engine's memory that are awake; tracked also on platforms that cannot sleep.
+    """Tracks the parts of an engine's memory that are awake, also on platforms that cannot sleep.
 
     Args:
-        frees: vLLM can give memory back here, and was started so that it does.
+        frees: whether vLLM can free memory here, and was started so.
 
     Attributes:
-        has_weights: no sleep has dropped them since they were loaded or sent.
+        has_weights: whether no sleep has dropped the weights since they were loaded or sent.
     """
 
     def __init__(self, llm: LLM, frees: bool):
@@ -29,7 +29,7 @@ class Sleep:
         self.has_weights = True
 
     def sleep(self, level: int) -> None:
-        """Give all memory back; weights are kept on the host (level 1) or dropped (level 2)."""
+        """Free all memory; weights are kept on the host (level 1) or dropped (level 2)."""
         if not self._awake:
             return
         self.wake(TAGS)  # vLLM takes one that is half awake for one that sleeps, and would do nothing
@@ -46,7 +46,7 @@ class Sleep:
         self._awake.update(asleep)
 
     def require(self, who: str, *tags: Tag) -> None:
-        """Raise RuntimeError where some of this memory sleeps."""
+        """Raise RuntimeError if a part in ``tags`` sleeps; ``who`` names the caller in the message."""
         if asleep := [tag for tag in tags if tag not in self._awake]:
             raise RuntimeError(
                 f"rollout: {who} was called while {' and '.join(asleep)} sleep, expected them awake; it is the "
@@ -54,7 +54,7 @@ class Sleep:
             )
 
     def require_weights(self, who: str) -> None:
-        """Raise RuntimeError where something sleeps, or the weights were dropped and none were sent since."""
+        """Raise RuntimeError if any part sleeps, or the weights were dropped and not sent since."""
         self.require(who, *TAGS)
         if not self.has_weights:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Calls of tools in sampled text, read by vLLM's parsers. They are loaded when the first text is read."""
+"""Tool calls in sampled text, read by vLLM's parsers, which are loaded when the first text is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _LIST = ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
-"""vLLM's file and dictionary that hold the names of its parsers (0.32)."""
+"""File and dictionary of vLLM that hold the names of its parsers (0.32)."""
 _AROUND = re.compile(r"```\w*|</?\w+>|[\s,\[\]]")
 """Text that may surround the JSON of a tool call: a fence, half of the marks, a list."""
 
@@ -26,8 +26,9 @@ class ToolCalls:
     """The calls that a parser found in one text.
 
     Attributes:
-        content: the text beside the calls. calls: name of each tool with its arguments, the text of a JSON object.
-        error: why a call cannot be read; empty where all can, and where there is none. With an error no call counts.
+        content: the text beside the calls.
+        calls: for each call, the name of the tool and its arguments, the text of a JSON object.
+        error: why a call cannot be read, in which case ``calls`` is ignored; empty if there is no error.
     """
 
     content: str
@@ -37,7 +38,7 @@ class ToolCalls:
 
 @cache
 def list_tool_parsers() -> frozenset[str]:
-    """List the names of vLLM's parsers by its source, which is not imported; none where it is not installed."""
+    """Return the names of vLLM's parsers, from its source without importing it; empty if vLLM is not installed."""
     spec, (file, name) = find_spec("vllm"), _LIST
     for folder in (spec and spec.submodule_search_locations) or ():
         for line in ast.parse((Path(folder) / file).read_text(encoding="utf-8")).body:
@@ -48,7 +49,7 @@ def list_tool_parsers() -> frozenset[str]:
 
 
 def check_tool_parser(parser: str) -> None:
-    """Raise ValueError where vLLM has no parser of this name. A process without vLLM takes any."""
+    """Raise ValueError if vLLM has no parser of this name. Without vLLM in the process every name passes."""
     known = list_tool_parsers()
     if known and parser not in known:
         close = difflib.get_close_matches(parser, known, 1)
@@ -57,7 +58,7 @@ def check_tool_parser(parser: str) -> None:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where a parser could not be given the schemas of tools."""
+    """Raise ValueError if the schemas of tools are not in the form that parsers take."""
     for tool in tools:
         match tool:
             case {"function": {"name": str(), "parameters": Mapping() | None}}:
@@ -71,7 +72,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     try:
         json.dumps(tools)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"tools: schemas of tools are JSON, and one is not: {error}") from error
+        raise ValueError(f"tools: the schema of a tool must be JSON: {error}") from error
 
 
 def parse_tool_calls(
@@ -127,9 +128,10 @@ def _parse(reader, text: str, request) -> ToolCalls:
 
 
 def find_bare_call(text: str, tools: Collection[str]) -> str:
-    """Find the name in the JSON of a tool call without the marks that parsers look for; empty if there is none.
+    """Return the name of the tool in a JSON tool call without the marks that parsers look for; empty if there is none.
 
-    A call of one of ``tools`` counts anywhere in the text. A call of another tool counts if the text has nothing else.
+    A call of one of ``tools`` counts anywhere in the text. A call of another tool counts only if the text has nothing
+    else.
     """
     decoder, start = json.JSONDecoder(), -1
     while (start := text.find("{", start + 1)) >= 0:

@@ -1,5 +1,4 @@
-"""The limit on an update: an engine that waits for its next bucket of weights samples nothing, and must not wait for
-ever."""
+"""The limit on a weight update: an engine that waits for its next bucket samples nothing, and must end at last."""
 
 import os
 import sys
@@ -10,14 +9,14 @@ _LIMIT_S = 900.0
 
 
 class UpdateLimit:
-    """Ends this process when an update stays half done, so that another engine takes its place."""
+    """Ends this process if an update stays unfinished, so that another engine replaces it."""
 
     def __init__(self, limit_s: float = _LIMIT_S):
         self._limit_s = limit_s
         self._timer: threading.Timer | None = None
 
     def note_bucket(self, version: int, is_last: bool) -> None:
-        """Take note of a bucket of ``version``; after the last one there is no limit."""
+        """Record that a bucket of ``version`` has come; after the last bucket there is no limit."""
         if self._timer:
             self._timer.cancel()
         self._timer = None if is_last else threading.Timer(self._limit_s, self._end_process, [version])

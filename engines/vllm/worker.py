@@ -1,4 +1,4 @@
-"""Methods added to vLLM's worker: new weights into the running model, and a seed for its sampler."""
+"""Methods added to vLLM's worker: load new weights into the running model, and seed its sampler."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ class WeightSyncExtension:
     read_back: ReadBack | None = None
 
     def tie_to_engine(self) -> None:
-        """Have this worker's process end with the engine's, and leave nothing."""
+        """Make this worker's process end with the engine's, without leaving anything behind."""
         end_with_parent()
         unlink_shared_memory()
 
@@ -46,7 +46,7 @@ class WeightSyncExtension:
         self.take_weights(bucket.tensors())
 
     def take_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Load this worker's part of some weights: HuggingFace names and full tensors."""
+        """Load this worker's part of weights, given as HuggingFace names and full tensors."""
         with self._loading():
             self.model_runner.get_model().load_weights(iter(weights))
 
@@ -61,7 +61,7 @@ class WeightSyncExtension:
         """Digest this worker's part of the weights, as its model computes with them.
 
         Args:
-            shapes: of all weights, by HuggingFace names. tied: the embedding is the output layer too.
+            shapes: HuggingFace name -> shape of every weight. tied: whether the embedding is the output layer too.
         """
         model = self.model_runner.get_model()
         with torch.no_grad(), self._loading():
@@ -69,7 +69,7 @@ class WeightSyncExtension:
             return self.read_back.digest(plan)
 
     def list_parts(self) -> list[str]:
-        """List the classes that build the metadata of attention, and then that of the sampler."""
+        """Return the names of the classes that build attention metadata, followed by that of the sampler."""
         groups = [group for groups in self.model_runner.attn_groups for group in groups]
         builders = sorted({type(group.get_metadata_builder()).__name__ for group in groups})
         return [*builders, type(self.model_runner.sampler).__name__]
@@ -79,7 +79,7 @@ class WeightSyncExtension:
         torch.manual_seed(seed)
 
     def break_ties(self) -> None:
-        """Have ``top_k`` keep exactly so many ids. vLLM keeps all that tie with the last, more than it reports."""
+        """Make ``top_k`` keep exactly k ids. vLLM keeps all that tie with the last, more than it reports."""
         draw = self.model_runner.sampler.topk_topp_sampler
         draw.forward = partial(_draw_from_top, draw.forward)
 

@@ -1,6 +1,6 @@
-"""The capability table: each backend honours a rule, in a stated way, or refuses it and names an alternative.
+"""The capability table: each backend computes a rule, in a stated way, or refuses it and names an alternative.
 
-``build_attention_inputs`` of every platform reads this table alone. So a rule that a kernel would ignore or misread
+``build_attention_inputs`` of every platform reads only this table. So a rule that a kernel would ignore or misread
 never reaches the kernel. docs/masks.md describes the table for users.
 """
 
@@ -11,7 +11,7 @@ from hardware.attention.cell import Cell
 from hardware.attention.rules import Rule
 
 Place = tuple[str, str, bool, str]
-"""(backend, layout kind, context-parallel, rule)"""
+"""Backend, layout kind, whether context-parallel, and rule."""
 
 
 TABLE: dict[Place, Cell] = {
@@ -24,7 +24,7 @@ TABLE: dict[Place, Cell] = {
 
 
 def name_place(place: Place) -> str:
-    """Name a cell as an override does: ``backend/kind/cp or no-cp/rule``."""
+    """Return the name of a cell in ``attention_override``: ``backend/kind/cp or no-cp/rule``."""
     backend, kind, cp, rule = place
     return f"{backend}/{kind}/{'cp' if cp else 'no-cp'}/{rule}"
 
@@ -35,13 +35,14 @@ PLACES: dict[str, Place] = {name_place(place): place for place in TABLE}
 def find_backend(
     backends: Iterable[str], kind: str, cp: int, rule: Rule, override: Iterable[str] = ()
 ) -> tuple[str, tuple[Cell, ...]]:
-    """Find the first of ``backends`` that honours every part of a rule, with its cells.
+    """Return the first of ``backends`` that computes every part of a rule, and its cells.
 
     Args:
-        override: names of refused cells (``name_place``) that count as honoured.
+        kind: the layout. cp: size of context parallelism.
+        override: names of refused cells (``name_place``) that are used nevertheless.
 
     Raises:
-        ValueError: no backend honours it; the message has the reason of each backend and an alternative.
+        ValueError: no backend computes the rule; the message has the reason for each backend and an alternative.
     """
     refusals = []
     for backend in backends:
@@ -60,7 +61,7 @@ def find_backend(
 
 
 def list_override_warnings(override: Iterable[str]) -> list[str]:
-    """List the warnings of a run, one for each refused cell that it uses all the same."""
+    """Return the warnings of a run, one for each refused cell in ``override``."""
     return [
         f"attention: {name} is refused by the capability table ({TABLE[PLACES[name]].text}; nearest: "
         f"{TABLE[PLACES[name]].nearest}) and used all the same, as --actor.attention-override asks"
@@ -69,11 +70,11 @@ def list_override_warnings(override: Iterable[str]) -> list[str]:
 
 
 def check_override(override: Iterable[str]) -> None:
-    """Raise ValueError where an override names no cell, or one that is honoured anyway."""
+    """Raise ValueError if an override names no cell, or a cell that needs no override."""
     for name in override:
         if name not in PLACES:
             raise ValueError(
                 f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}"
             )
         if TABLE[PLACES[name]].honoured:
-            raise ValueError(f"attention: {name!r} is honoured and needs no override; leave it out")
+            raise ValueError(f"attention: {name!r} works without an override; leave it out of attention_override")

@@ -1,4 +1,4 @@
-"""A cell of the capability table, one attention backend and one rule; and the form of a planted fault."""
+"""A cell of the capability table, which is one attention backend and one rule; and the form of a planted fault."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ class Cell:
     """One backend and one rule, in one layout, with or without context parallelism.
 
     Attributes:
-        honoured: the backend computes the rule, by the arguments in ``text``; else ``text`` is the reason of refusal.
-        nearest: of a refused cell, the nearest rule or layout that works.
-        composes: the rule is passed as an arbitrary mask, so it can be combined with other rules of this kind.
+        honoured: whether the backend computes the rule.
+        text: the arguments by which the backend computes the rule, or the reason why it is refused.
+        nearest: for a refused cell, the nearest rule or layout that works.
+        composes: whether the rule is passed as an arbitrary mask, so that it can be combined with other such rules.
         evidence: level of proof: executed, emulated or untested.
     """
 

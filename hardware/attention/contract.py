@@ -11,15 +11,15 @@ Call = TypeVar("Call")
 
 
 class RefusedError(RuntimeError):
-    """A call that the device refuses, or that its documentation does not allow."""
+    """The emulator got a call that the device refuses, or that its documentation does not allow."""
 
 
 class SilentError(RuntimeError):
-    """A call that the device takes and computes wrong, or not as documented."""
+    """The emulator got a call that the device accepts and computes wrongly, or not as documented."""
 
 
 class NotEmulatedError(NotImplementedError):
-    """A call that the device computes and the emulator does not."""
+    """The emulator got a call that the device computes and the emulator does not."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Source:
     """A place where a requirement is written.
 
     Attributes:
-        refuses: that code itself raises at a call which breaks it. A page of documentation does not.
+        name: name of the place.
+        refuses: whether code at that place raises at a call that breaks the requirement; a page of documentation does
+            not.
     """
 
     name: str
@@ -36,12 +38,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Requirement(Generic[Call]):
-    """One rule of a kernel.
+    """One requirement of a kernel on its calls.
 
     Attributes:
-        holds: the check, true of a call that keeps the requirement. It may rely on the requirements before.
-        text: the mistake of a call that breaks it.
-        silent: a device computes a call that breaks it wrongly, without an error.
+        name: name of the requirement. source: where it is written.
+        holds: tells whether a call keeps the requirement. It may assume the requirements before it.
+        text: describes the mistake of a call that breaks it.
+        silent: whether a device computes a call that breaks it wrongly, without an error.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Requirement(Generic[Call]):
 
     @property
     def consequence(self) -> str:
-        """Words for the reaction of a device to a call that breaks it."""
+        """Describes what a device does with a call that breaks the requirement."""
         if self.silent:
             return "computed as something else, without an error"
         return "refused" if self.source.refuses else "not allowed; what happens is not known"
@@ -63,8 +66,9 @@ class KernelContract:
     """A kernel on a device, and the calls to test it with.
 
     Attributes:
-        examples: requirement -> arguments of a call that breaks it, and of one that keeps it.
-        attend: makes a call; the output.
+        requirements: the requirements, in order.
+        examples: name of a requirement -> arguments of a call that breaks it, and of one that keeps it.
+        attend: makes a call and returns the output.
     """
 
     requirements: tuple[Requirement, ...]
@@ -73,7 +77,11 @@ class KernelContract:
 
 
 def check_call(operator: str, requirements: Iterable[Requirement[Call]], call: Call) -> None:
-    """Raise RefusedError or SilentError at the first requirement that a call does not meet."""
+    """Raise RefusedError or SilentError for the first requirement that a call breaks.
+
+    Args:
+        operator: name of the kernel, for the message.
+    """
     for requirement in requirements:
         if not requirement.holds(call):
             kind = SilentError if requirement.silent else RefusedError

@@ -1,4 +1,4 @@
-"""A rule as a dense mask over sequences of one length, for kernels that take one."""
+"""Build a rule as a dense mask over sequences of one length, for kernels that take a mask."""
 
 from dataclasses import replace
 
@@ -13,12 +13,15 @@ from hardware.attention.rules import CAUSAL, Rule
 def build_dense_mask(spec: MaskSpec, rule: Rule, members: np.ndarray, query: np.ndarray, keys: int) -> Tensor | None:
     """Build the mask of queries at positions ``query`` over keys at positions ``0..keys-1``, for each sequence.
 
-    Returns:
-        ``[members or 1, 1, queries, keys]`` bool, True where a query sees a key; None where that is causal and no
-        more, over one rank, of as many queries as keys.
+    Right padding needs no bit of its own if the rule is causal: it lies after every real token of its sequence. Every
+    query sees a key.
 
-    Right padding needs no bit of its own where the rule is causal: it lies after every real token of its sequence.
-    Every query sees a key.
+    Args:
+        members: numbers of the sequences.
+
+    Returns:
+        ``[members or 1, 1, queries, keys]`` bool, True where a query sees a key; None if the kernel's own causal mask
+            is the same.
     """
     key = np.arange(keys)
     image, prefix = np.full((1, 1, 1, 1), -1), np.zeros((1, 1, 1, 1), np.int64)

@@ -13,7 +13,7 @@ from hardware.attention.cell import Patch
 from hardware.attention.mask_spec import Sharing, expand_counts
 
 Place = tuple[object, str]
-"""``(owner, attribute)`` of a function: a module and its name there, or a class and its method's."""
+"""``(owner, attribute)`` of a function: a module and the function's name, or a class and the method's name."""
 
 
 def build_attention_faults(
@@ -26,9 +26,9 @@ def build_attention_faults(
     inverted: Iterable[Patch] = (),
     from_first_key: Iterable[Patch] = (),
 ) -> dict[str, list[Patch]]:
-    """Build the patches that plant each fault into a platform.
+    """Return name of a fault -> patches that plant it into a platform.
 
-    A fault without a place has none, which ``engines.probes.faults.collect_faults`` refuses.
+    A fault without a place gets no patches, which ``engines.probes.faults.collect_faults`` refuses.
 
     Args:
         packs: functions ``(spec, ...)`` that plan a pack over one rank, from its lengths.
@@ -37,8 +37,8 @@ def build_attention_faults(
         calls: functions ``(spec, rule, ...)`` that pass a rule of a batch to a kernel without a dense mask.
         rule_calls: functions ``(rule, ...)`` that pass a rule alone to a kernel without a dense mask.
         inverted: patches that invert the visible keys of a kernel without dense masks.
-        from_first_key: patches that align the causal mask of a sequence's own tokens at the first key, where it shares
-            the tokens before them, rather than at the last.
+        from_first_key: patches that align the causal mask of a sequence's own tokens with the first key and not the
+            last, if the sequence shares the tokens before them.
     """
     lowerings = [*dense_masks, *calls]
 
@@ -176,6 +176,6 @@ _SHARED_WRONGLY = {
     "siblings see each other": _share_otherwise(_is_sibling, 1),
 }
 SHARING_FAULTS = (*_SHARED_WRONGLY, "own tokens from the first key on")
-"""Names of those that show where sequences share slots."""
+"""Names of the faults that show only where sequences share slots."""
 ATTENTION_FAULTS = tuple(build_attention_faults(packs=(), without_mask=()))
-"""Names of the faults that every platform must be able to have."""
+"""Names of the faults that every platform must be able to plant."""

@@ -1,5 +1,7 @@
-"""Attention by torch's SDPA on any device: one call per group of sequences of like length, never a mask over a whole
-pack."""
+"""Attention by torch's SDPA on any device: one call per group of sequences of similar length.
+
+So no mask ever covers a whole pack.
+"""
 
 from dataclasses import dataclass
 
@@ -17,10 +19,12 @@ from hardware.transfer import to_device
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences that one SDPA call attends: ``rows`` sequences of ``queries`` slots, each seeing ``keys`` slots.
+    """Sequences that one SDPA call attends.
 
-    ``masks`` maps a rule to the ``[rows or 1, 1, queries, keys]`` mask that is added to scores, 0 or minus infinity;
-    None in its place means that the kernel's own causal rule is equivalent.
+    Attributes:
+        rows: number of sequences. queries, keys: number of query slots and of key slots of each.
+        masks: rule -> ``[rows or 1, 1, queries, keys]`` mask that is added to scores, 0 or minus infinity; None if the
+            kernel's own causal mask is the same.
     """
 
     rows: int
@@ -34,11 +38,13 @@ class GroupedPlan:
     """Index tensors that bring packed slots into groups and back.
 
     Attributes:
-        query_index: ``[sum(rows * queries)]`` slots in group order, or None where slots already lie so.
-        key_index: ``[sum(rows * keys)]`` into the keys gathered over context-parallel ranks (bshd: ``[s * cp]``, the
-            order of positions), or None.
-        slot_row: ``[s]`` where each slot's output lies in group order, or None. Slots of a sequence without tokens
-            are in no group and share the first row.
+        groups: the groups.
+        query_index: ``[sum(rows * queries)]``, slots in the order of the groups; None if slots are in that order
+            already.
+        key_index: ``[sum(rows * keys)]``, index into the keys gathered over context-parallel ranks (bshd: ``[s * cp]``,
+            the order of positions); None as for queries.
+        slot_row: ``[s]``, index of each slot's output in the order of the groups; None as for queries. Slots of a
+            sequence without tokens are in no group and share the first row.
     """
 
     groups: tuple[Group, ...]
@@ -48,7 +54,7 @@ class GroupedPlan:
 
 
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
-    """Build the inputs of ``attend_groups``, for rules that the capability table lets through."""
+    """Build the inputs of ``attend_groups``, for rules that the capability table accepts."""
     plan = _plan_bshd if spec.kind == "bshd" else _plan_thd
     return AttentionInputs.build(spec, rotary, plan(spec, rotary[0]))
 
@@ -120,10 +126,12 @@ def _plan_thd(spec: MaskSpec, like: Tensor) -> GroupedPlan:
 
 
 def attend_groups(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, rule: Rule, scale: float) -> Tensor:
-    """Compute core attention by a plan of ``build_attention_inputs``.
+    """Compute core attention with a plan from ``build_attention_inputs``.
 
     Args:
-        query: ``[s, b, h, d]``, or ``[slots, h, d]`` of a pack. key, value: the same, of all context-parallel ranks.
+        query: ``[s, b, h, d]``, or ``[slots, h, d]`` for a pack.
+        key, value: the same, for all context-parallel ranks.
+        scale: factor of the scores.
 
     Returns:
         ``[s, b, h * d]``, or ``[slots, h * d]``.

@@ -12,18 +12,18 @@ from hardware.attention.mask_spec import MaskSpec
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The attention inputs of ``model.forward``: the platform's own form of a ``MaskSpec``.
+    """The attention inputs of ``model.forward``: a ``MaskSpec`` in the platform's own form.
 
-    It travels as the ``packed_seq_params`` argument of Megatron's forward, from which Megatron reads ``qkv_format`` and
-    ``cp_group`` alone; our core attention reads the rest. Activation recomputation keeps that argument by reference
-    but would save ``attention_mask`` for backward, which must therefore be a tensor or None.
+    They travel as the ``packed_seq_params`` argument of Megatron's forward, of which Megatron reads only ``qkv_format``
+    and ``cp_group``; our core attention reads the rest. Activation recomputation keeps that argument by reference but
+    would save ``attention_mask`` for backward, which must therefore be a tensor or None.
 
     Attributes:
-        qkv_format: Megatron's word for the layout: ``"sbhd"`` or ``"thd"``.
-        attention_mask: mask argument of the backend's forward; None where the core attention gets the rule by ``plan``.
-        spec: the rule, which names each layer's window.
-        rotary: ``(cos, sin)`` of this rank's own slots, ``[kinds, s, b, 1, d]`` (sbhd) or ``[kinds, s, 1, d]`` (thd):
-            a kind for each rotary embedding that the model's layers turn by.
+        qkv_format: Megatron's name of the layout: ``"sbhd"`` or ``"thd"``.
+        attention_mask: mask argument of the backend's forward; None if the core attention reads the rule from ``plan``.
+        spec: the mask, with the rule of each layer.
+        rotary: ``(cos, sin)`` of this rank's own slots, ``[kinds, s, b, 1, d]`` (sbhd) or ``[kinds, s, 1, d]`` (thd),
+            with one kind for each rotary embedding of the model.
         plan: index tensors and masks that the platform's core attention built once for all layers.
         deepstack: features that the first layers add to image tokens (``engines.megatron.vision``); None without
             images.
@@ -39,7 +39,7 @@ class AttentionInputs:
 
     @classmethod
     def build(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
-        """Build them from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` is given it."""
+        """Build the inputs from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` takes it."""
         cos, sin = rotary
         if spec.kind == "bshd":
             return cls("sbhd", spec, (cos.transpose(1, 2).unsqueeze(3), sin.transpose(1, 2).unsqueeze(3)), plan)

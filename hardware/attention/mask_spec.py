@@ -1,7 +1,8 @@
 """Mask specifications: the attention mask of a micro-batch, as data.
 
 A ``MaskSpec`` names rules and lengths. A platform lowers it to arguments of its attention kernels
-(``Platform.build_attention_inputs``). ``MaskSpec.compute_visible`` is the dense oracle of the tests of every lowering.
+(``Platform.build_attention_inputs``). ``MaskSpec.compute_visible`` is the dense oracle with which tests compare every
+lowering.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ LayoutKind = Literal["bshd", "thd"]
 
 
 def list_zigzag_positions(padded: int, cp: int, cp_rank: int) -> np.ndarray:
-    """List the positions of one padded sequence that a context-parallel rank holds, in the order it holds them.
+    """Return the positions of one padded sequence that a context-parallel rank holds, in the rank's order.
 
     The sequence is cut into ``2 * cp`` chunks and rank r takes chunks r and ``2 * cp - 1 - r``, so that every rank does
-    the same amount of causal work (Llama 3 report, section 3.3.2). With ``padded=8, cp=2`` rank 0 holds
-    ``[0, 1, 6, 7]`` and rank 1 holds ``[2, 3, 4, 5]``.
+    the same amount of causal work (Llama 3 report, section 3.3.2). With ``padded=8, cp=2`` rank 0 holds ``[0, 1, 6,
+    7]`` and rank 1 holds ``[2, 3, 4, 5]``.
     """
     if cp == 1:
         return np.arange(padded)
@@ -31,16 +32,17 @@ def list_zigzag_positions(padded: int, cp: int, cp_rank: int) -> np.ndarray:
 
 
 def expand_counts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expand counts to ``(owner, within)``, both ``[sum(counts)]``: ``[2, 1]`` gives ``([0, 0, 1], [0, 1, 0])``."""
+    """Return owner and index within it for each of ``sum(counts)`` items: ``[2, 1]`` gives ``([0, 0, 1], [0, 1,
+    0])``."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def locate_slots(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Locate every slot of a context-parallel rank: its sequence and its position, sequences one after another.
+    """Return sequence and position of every slot of a context-parallel rank, one sequence after another.
 
     Args:
-        padded: length of each sequence with its padding, over all ranks; a multiple of ``2 * cp`` when ``cp > 1``.
+        padded: length of each sequence with its padding, over all ranks; a multiple of ``2 * cp`` if ``cp > 1``.
 
     Returns:
         ``(sequence, position)``, both ``[sum(padded) / cp]``; a position past the sequence's end is padding.
@@ -57,10 +59,12 @@ def locate_slots(padded: tuple[int, ...], cp: int, cp_rank: int) -> tuple[np.nda
 def locate_gathered_keys(
     cp: int, start: np.ndarray, chunk: np.ndarray | int, position: np.ndarray, slots: int
 ) -> np.ndarray:
-    """Locate positions of sequences among the keys gathered over context-parallel ranks. The arrays broadcast.
+    """Return the index of positions among the keys gathered over context-parallel ranks. The arrays broadcast.
 
     Args:
-        start: first slot of the position's sequence on a rank. chunk: its padded length / ``2 * cp``.
+        start: first slot of the position's sequence on a rank.
+        chunk: padded length of that sequence / ``2 * cp``.
+        position: the positions in their sequences.
         slots: number of slots of each rank.
     """
     number = position // chunk
@@ -70,21 +74,21 @@ def locate_gathered_keys(
 
 @dataclass(frozen=True)
 class Sharing:
-    """The sequences of a micro-batch that begin alike: what they have in common lies in the slots of one of them.
+    """The sequences of a micro-batch that begin alike: the slots of one of them hold the common first tokens.
 
-    A sequence of ``counts[i]`` shared tokens has slots for those after them alone. Its owner may have its own first
-    tokens from another in turn, so that chains of owners are a tree of beginnings.
+    A sequence with ``counts[i]`` shared tokens has slots only for the tokens after them. Its owner may in turn share
+    its first tokens with another, so that owners form a tree.
 
     Attributes:
-        owners: the sequence whose slots hold each one's first tokens; its own number where none are shared.
-        counts: how many tokens these are; 0 where none are shared.
+        owners: for each sequence, the sequence whose slots hold its first tokens; its own number if none are shared.
+        counts: for each sequence, the number of shared first tokens; 0 if none are shared.
     """
 
     owners: tuple[int, ...]
     counts: tuple[int, ...]
 
     def check(self, lengths: tuple[int, ...]) -> None:
-        """Raise ValueError where an owner has not the tokens that it is to hold for another."""
+        """Raise ValueError if an owner does not have the tokens that it holds for another sequence."""
         if not len(self.owners) == len(self.counts) == len(lengths):
             raise ValueError(
                 f"Sharing: {len(self.owners)} owners and {len(self.counts)} counts of {len(lengths)} sequences"
@@ -106,19 +110,19 @@ class MaskSpec:
 
     Attributes:
         kind: ``"bshd"`` (one row per sequence) or ``"thd"`` (all sequences end to end in one row).
-        lengths: real tokens of each sequence.
-        padded: slots of each sequence over all context-parallel ranks; all equal for bshd. Of a sequence that shares
-            its first tokens they are those of its own tokens after them.
-        cp, cp_rank: context-parallel size and this rank's place in it (zigzag order).
-        rules: one per layer, or one for every layer.
+        lengths: number of real tokens of each sequence.
+        padded: number of slots of each sequence over all context-parallel ranks; all equal for bshd. For a sequence
+            that shares its first tokens, only the tokens after them count.
+        cp, cp_rank: size of context parallelism and this rank's place in it (zigzag order).
+        rules: one rule per layer, or one rule for all layers.
         image_block: ``[sum(lengths)]`` integers, the number of the image that a token belongs to, -1 for none. The same
             number in two sequences means two images.
-        prefixes: tokens of each sequence's prefix.
-        sharing: the sequences that begin alike, thd alone; None where none do. Positions count from a sequence's
-            first token, wherever it lies.
+        prefixes: length of each sequence's prefix, in tokens.
+        sharing: the sequences that begin alike, in thd only; None if there are none. Positions count from a sequence's
+            first token, wherever its slot is.
 
     Raises:
-        ValueError: the parts contradict each other, or a rule asks for images or prefixes that were not given.
+        ValueError: the parts contradict each other, or a rule needs images or prefixes that were not given.
     """
 
     kind: LayoutKind
@@ -145,7 +149,7 @@ class MaskSpec:
         if not self.rules:
             raise ValueError("MaskSpec: rules must name at least one rule")
         if self.image_block is None and any(rule.images for rule in self.rules):
-            raise ValueError("MaskSpec: a rule sees images both ways, but image_block does not say where they are")
+            raise ValueError("MaskSpec: a rule sees images both ways, but image_block, which numbers them, is None")
         if self.image_block is not None and len(self.image_block) != sum(self.lengths):
             raise ValueError(
                 f"MaskSpec: image_block has {len(self.image_block)} entries for {sum(self.lengths)} tokens"
@@ -177,16 +181,16 @@ class MaskSpec:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """``[B]``, the position of each sequence's first token that has a slot of its own."""
+        """The position of each sequence's first token that has a slot of its own, ``[B]``."""
         return np.asarray(self.sharing.counts if self.sharing else [0] * len(self.lengths), dtype=np.int64)
 
     @property
     def longest(self) -> int:
-        """Positions of the longest sequence, its padding included."""
+        """Number of positions of the longest sequence, padding included."""
         return int((self.begins + self.padded).max())
 
     def find_holders(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Find the sequence whose slots hold each place of a sequence. The arrays broadcast."""
+        """Return the sequence whose slots hold each ``position`` of each ``sequence``. The arrays broadcast."""
         sequence, position = np.broadcast_arrays(sequence, position)
         if self.sharing:
             owners = np.asarray(self.sharing.owners)
@@ -195,13 +199,12 @@ class MaskSpec:
         return sequence
 
     def locate_slots(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Locate every slot of a rank: its sequence and its position there, ``[sum(padded) / cp]`` each."""
+        """Return sequence and position of every slot of a rank, ``[sum(padded) / cp]`` each."""
         sequence, within = locate_slots(self.padded, self.cp, cp_rank)
         return sequence, self.begins[sequence] + within
 
     def locate_keys(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Locate places of sequences among the slots of all context-parallel ranks, in rank order. The arrays
-        broadcast."""
+        """Return the index of each position among the slots of all ranks, in rank order. The arrays broadcast."""
         holder = self.find_holders(sequence, position)
         local = np.asarray(self.padded, dtype=np.int64) // self.cp
         start, within = (np.cumsum(local) - local)[holder], position - self.begins[holder]
@@ -215,7 +218,7 @@ class MaskSpec:
         return self.rules[0] if len(self.rules) == 1 else self.rules[layer_number - 1]
 
     def list_slots(self, cp_rank: int) -> tuple[Tensor, Tensor]:
-        """List ``(segment, position)`` of a rank's slots, both ``[b, s]``; the segment of a padding slot is -1."""
+        """Return ``(segment, position)`` of a rank's slots, both ``[b, s]``; the segment of a padding slot is -1."""
         sequence, position = self.locate_slots(cp_rank)
         segment = np.where(position < np.asarray(self.lengths, dtype=np.int64)[sequence], sequence, -1)
         rows = len(self.padded) if self.kind == "bshd" else 1
@@ -227,18 +230,18 @@ class MaskSpec:
         return np.cumsum(lengths) - lengths
 
     def find_images(self, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Find the image at each place: its number, -1 for text and past a sequence's end. The arrays broadcast."""
+        """Return the number of the image at each position, -1 for text and padding. The arrays broadcast."""
         inside = position < np.asarray(self.lengths, dtype=np.int64)[sequence]
         if self.image_block is None or not len(self.image_block):
             return np.full(inside.shape, -1)
         return np.where(inside, self.image_block[np.where(inside, self._starts[sequence] + position, 0)], -1)
 
     def compute_visible(self, layer_number: int = 1) -> Tensor:
-        """Compute the dense oracle ``[b, s, cp * s]``: True where this rank's query slot may see a key slot.
+        """Compute the dense mask ``[b, s, cp * s]``: True where this rank's query slot may see a key slot.
 
         Keys are in rank order, as a gather over the context-parallel group delivers them. A padding slot sees nothing
-        and is seen by nobody. Quadratic in the micro-batch: for tests and probes, never for training. True keeps; for
-        a backend that reads it otherwise see ``to_blocking_mask`` and ``to_additive_mask``.
+        and is seen by nothing. The size is quadratic in the micro-batch: use it in tests and probes, never in training.
+        For a backend with another convention use ``to_blocking_mask`` or ``to_additive_mask``.
         """
         rule = self.get_rule(layer_number)
         ranks = [[x.numpy() for x in self.list_slots(rank)] for rank in range(self.cp)]
@@ -261,20 +264,20 @@ class MaskSpec:
 
 
 def to_blocking_mask(visible: Tensor) -> Tensor:
-    """Turn a mask of ours, where True keeps, into one for a backend where True *blocks*.
+    """Turn a mask in which True keeps into one in which True *blocks*.
 
-    TransformerEngine (since its pull request 818), Megatron's local attention and ``npu_fusion_attention`` read it so.
-    A row that sees nothing, which only padding has, is opened to every key: those backends would otherwise divide by
-    zero, or average over the row in silence.
+    TransformerEngine (since its pull request 818), Megatron's local attention and ``npu_fusion_attention`` take such
+    masks. A row that sees nothing, which only padding has, is opened to every key: those backends would otherwise
+    divide by zero, or average over the row in silence.
     """
     return ~(visible | ~visible.any(-1, keepdim=True))
 
 
 def to_additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a mask of ours, where True keeps, into one that a backend *adds* to the scores: 0 where visible, else the
-    least number of ``dtype``.
+    """Turn a mask in which True keeps into one that is *added* to the scores: 0 where visible, else the least number of
+    ``dtype``.
 
-    HuggingFace's eager attention and TransformerEngine's ``post_scale_bias`` read it so. The least finite number and
-    not -inf, so that a row that sees nothing gives numbers.
+    HuggingFace's eager attention and TransformerEngine's ``post_scale_bias`` take such masks. The least finite number
+    is used and not -inf, so that a row that sees nothing gives finite numbers.
     """
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)

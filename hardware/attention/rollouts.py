@@ -1,4 +1,4 @@
-"""The capability table of rollouts: the parts of a rule that each attention backend of vLLM honours.
+"""The capability table of rollouts: the parts of a rule that each attention backend of vLLM computes.
 
 A rollout that misreads a rule samples from another model, mostly without an error. Settings are checked against this
 table before anything starts. docs/masks.md describes the table for users.
@@ -58,23 +58,23 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
 """Backend -> part of a rule -> its cell. A backend is vLLM's on one kind of machine, with this project's settings."""
 
 PLACES = {f"{backend}/{part}": cell for backend, cells in ROLLOUTS.items() for part, cell in cells.items()}
-"""Every cell by the name that an override gives it."""
+"""Name of a cell in ``attention_override`` -> cell."""
 
 
 def list_parts(rules: Iterable[Rule]) -> list[str]:
-    """List the parts of the rules of a model's layers, in the order of ``RULES``."""
+    """Return the parts of the rules of a model's layers, in the order of ``RULES``."""
     asked = {part for rule in rules for part in rule.parts}
     return [part for part in RULES if part in asked]
 
 
 def find_rollout_backend(backends: Iterable[str], rules: Iterable[Rule], override: Iterable[str] = ()) -> str:
-    """Find the first of ``backends`` that honours every part of a model's rules.
+    """Return the first of ``backends`` that computes every part of a model's rules.
 
     Args:
-        override: names of refused cells that count as honoured.
+        override: names of refused cells that are used nevertheless.
 
     Raises:
-        ValueError: no backend honours them; the message has the reason of each backend and an alternative.
+        ValueError: no backend computes all rules; the message has the reason for each backend and an alternative.
     """
     parts, refusals = list_parts(rules), []
     for backend in backends:
@@ -92,7 +92,7 @@ def find_rollout_backend(backends: Iterable[str], rules: Iterable[Rule], overrid
 
 
 def check_rollout_override(override: Iterable[str]) -> None:
-    """Raise ValueError where an override names no cell, or one that is honoured anyway."""
+    """Raise ValueError if an override names no cell, or a cell that needs no override."""
     for name in override:
         if name not in PLACES:
             raise ValueError(
@@ -100,11 +100,11 @@ def check_rollout_override(override: Iterable[str]) -> None:
                 f"of {[place for place, cell in PLACES.items() if not cell.honoured]}"
             )
         if PLACES[name].honoured:
-            raise ValueError(f"rollout: attention_override {name!r} is honoured and needs no override; leave it out")
+            raise ValueError(f"rollout: attention_override {name!r} works without an override; leave it out")
 
 
 def list_rollout_warnings(override: Iterable[str]) -> list[str]:
-    """List the warnings of a run, one for each cell that makes its rollouts approximate."""
+    """Return the warnings of a run, one for each cell in ``override``, which makes its rollouts approximate."""
     return [
         f"rollout: {name} is refused by the capability table ({PLACES[name].text}; nearest: {PLACES[name].nearest}) "
         "and used all the same, as --rollout.attention-override asks: samples are those of an approximate model"

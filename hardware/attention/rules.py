@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RULES = ("full", "causal", "window", "chunk", "images", "prefix")
-"""Names of the parts of a rule in the capability table: one of the first two, and any of the rest."""
+"""Names of the parts of a rule in the capability table: "full" or "causal", and any of the others."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Rule:
             if value is not None and value < 1:
                 raise ValueError(f"Rule: {name} counts the token itself and so is at least 1, got {value}")
         if not self.causal and self.extras:
-            raise ValueError(f"Rule: {' and '.join(self.extras)} can only be asked of a causal rule")
+            raise ValueError(f"Rule: {' and '.join(self.extras)} need causal=True")
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The demands of the rule beyond causal or full, by the names of ``RULES``."""
+        """The parts of the rule in addition to "causal" or "full", by their names in ``RULES``."""
         asked = {
             "window": self.window is not None,
             "chunk": self.chunk is not None,
@@ -59,7 +59,7 @@ class Rule:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of ``RULES`` that a backend must honour for this rule."""
+        """The names in ``RULES`` of all parts, which a backend must support for this rule."""
         return self.extras or (("causal" if self.causal else "full"),)
 
     def __str__(self) -> str:
@@ -67,10 +67,11 @@ class Rule:
         return "+".join(f"{part}({sizes[part]})" if part in sizes else part for part in self.parts)
 
     def allows(self, distance: np.ndarray, same_image, both_prefix, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Compute the formula above, over arrays that broadcast against each other.
+        """Compute the formula above for arrays that broadcast.
 
         Args:
-            distance: ``query - key``. same_image, both_prefix: bool arrays, or False where there are none.
+            distance: ``query - key``.
+            same_image, both_prefix: bool arrays, or False without images or prefixes.
             query, key: positions in their sequence.
         """
         see = (distance >= 0) | (not self.causal)
@@ -89,19 +90,18 @@ CAUSAL = Rule()
 
 
 def compute_slot_unit(tp: int, cp: int, multiple: int = 1) -> int:
-    """Compute the number of slots that a padded sequence is a multiple of.
+    """Return the number of slots of which the length of a padded sequence must be a multiple.
 
-    Context parallelism cuts it into ``2 * cp`` chunks and tensor parallelism each of them into ``tp`` parts; a
-    context-parallel rank's share of it is a multiple of ``multiple``.
+    Context parallelism cuts a sequence into ``2 * cp`` chunks, and tensor parallelism cuts each chunk into ``tp``
+    parts; a context-parallel rank's share is a multiple of ``multiple``.
     """
     return math.lcm(tp * 2 * cp if cp > 1 else tp, multiple * cp)
 
 
 def count_tokens_before(window: int | None) -> int:
-    """Convert a window that counts the token itself to a kernel's window, which counts earlier tokens alone.
+    """Convert a window that counts the token itself to one that counts only earlier tokens; -1 for no window.
 
-    This is the one place of the conversion: flash-attention, torch's ``varlen_attn``, TransformerEngine and
-    Megatron's ``window_size`` take ``(count_tokens_before(w), 0)``, and ``npu_fusion_attention`` takes it as
-    ``pre_tockens``. An unlimited window is -1.
+    This is the only place of the conversion: flash-attention, torch's ``varlen_attn``, TransformerEngine and Megatron's
+    ``window_size`` take ``(count_tokens_before(w), 0)``, and ``npu_fusion_attention`` takes it as ``pre_tockens``.
     """
     return -1 if window is None else window - 1

@@ -1,4 +1,4 @@
-"""Core attention of the CPU platform: torch's SDPA over groups of sequences of like length."""
+"""Core attention of the CPU platform: torch's SDPA over groups of sequences of similar length."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from hardware.megatron.layers import CoreAttention
 
 
 class CpuAttention(CoreAttention):
-    """One SDPA call for a batch of rows, or for each group of a pack."""
+    """Core attention by one SDPA call for a batch of rows, or for each group of a pack."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, rule: Rule) -> Tensor:
         return attend_groups(query, key, value, plan, rule, self.softmax_scale)

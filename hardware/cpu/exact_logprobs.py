@@ -26,7 +26,7 @@ class ExactSampler(Sampler):
     """Samples the same tokens as vLLM's sampler, and computes their logprobs by ``compute_logprobs``.
 
     Args:
-        replaced: the sampler whose settings it takes.
+        replaced: vLLM's sampler, whose settings are taken over.
     """
 
     def __init__(self, replaced: Sampler):

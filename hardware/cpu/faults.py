@@ -8,7 +8,7 @@ from hardware.attention.faults import build_attention_faults
 
 
 def list_faults() -> dict[str, list[Patch]]:
-    """List the patches of ``CpuPlatform.list_faults``."""
+    """Return name of a fault -> patches, for ``CpuPlatform.list_faults``."""
     never_causal = lambda sdpa: lambda *args, is_causal=False, **kwargs: sdpa(*args, **kwargs)  # noqa: E731
     from_0 = lambda mask: lambda spec, rule, rows, query, keys: mask(spec, rule, rows, query - query[0], keys)  # noqa: E731
     return build_attention_faults(

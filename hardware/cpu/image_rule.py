@@ -1,4 +1,4 @@
-"""vLLM's CPU attention with the image rule: other metadata for its own kernel, and no kernel of ours.
+"""vLLM's CPU attention with the image rule: vLLM's own kernel, with other metadata.
 
 The kernel takes a causal flag for each sequence. So a request is passed as several sequences that share their keys: the
 text up to an image, causal, and the image, not causal, whose keys end with its last token. Queries of both then see the
@@ -25,8 +25,9 @@ class Run:
     """Neighbouring tokens of a request that are passed to the kernel as one sequence.
 
     Attributes:
-        request: its number. start, stop: positions of the tokens; keys are all from 0 to ``stop``.
-        causal: each token sees those before it and itself; else every one of the run sees all of it.
+        request: number of the request.
+        start, stop: positions of the tokens; their keys are all from 0 to ``stop``.
+        causal: whether each token sees only itself and earlier tokens; else each sees the whole run.
     """
 
     request: int
@@ -36,11 +37,11 @@ class Run:
 
 
 def cut_runs(request: int, start: int, stop: int, images: Iterable[tuple[int, int]]) -> list[Run]:
-    """Cut the scheduled positions ``start .. stop - 1`` of a request into text and images.
+    """Cut the scheduled positions ``start .. stop - 1`` of a request into runs of text and of images.
 
     Args:
-        images: ``(first, last)`` position of each, as vLLM gives them. One that began before ``start`` has its head in
-            the cache, where it was computed with the whole of it.
+        images: ``(first, last)`` position of each image, as vLLM gives them. The head of an image that began before
+            ``start`` is in the cache, where it was computed with the whole image.
 
     Raises:
         RuntimeError: an image ends after ``stop``, so that its tokens would not see all of it.
@@ -67,7 +68,7 @@ def cut_runs(request: int, start: int, stop: int, images: Iterable[tuple[int, in
 
 
 class ImageRuleBuilder(CPUAttentionMetadataBuilder):
-    """Builds the kernel's metadata from runs in the place of requests."""
+    """Builds the kernel's metadata with one sequence for each run and not for each request."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -80,7 +81,7 @@ class ImageRuleBuilder(CPUAttentionMetadataBuilder):
 
 
 def list_runs(common: CommonAttentionMetadata) -> list[Run]:
-    """List the runs of every request of a forward pass, in order."""
+    """Return the runs of every request of a forward pass, in order."""
     images, starts = common.mm_req_doc_ranges or {}, common.query_start_loc.tolist()
     runs = []
     for request, stop in enumerate(common.seq_lens.tolist()):
@@ -90,7 +91,7 @@ def list_runs(common: CommonAttentionMetadata) -> list[Run]:
 
 
 def replace_requests(common: CommonAttentionMetadata, runs: list[Run]) -> CommonAttentionMetadata:
-    """Describe runs as the sequences of a batch: each has its request's blocks, and keys up to its own last token."""
+    """Return metadata with each run as a sequence, with its request's blocks and keys up to its last token."""
     counts = torch.tensor([0, *(run.stop - run.start for run in runs)])
     starts = counts.cumsum(0).to(common.query_start_loc.dtype)  # [runs + 1]
     requests = torch.tensor([run.request for run in runs])
@@ -107,7 +108,7 @@ def replace_requests(common: CommonAttentionMetadata, runs: list[Run]) -> Common
 
 
 class ImageRuleBackend(CPUAttentionBackend):
-    """vLLM's backend with the other builder."""
+    """vLLM's CPU backend with ``ImageRuleBuilder``."""
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
@@ -119,6 +120,6 @@ class ImageRuleBackend(CPUAttentionBackend):
 
 
 def install() -> None:
-    """Have vLLM models that this process builds from now on compute attention with the image rule."""
+    """Make vLLM models that this process builds from now on compute attention with the image rule."""
     selector._cached_get_attn_backend.cache_clear()  # it would answer with the one of an engine before
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ImageRuleBackend.__name__}")

@@ -15,7 +15,7 @@ from hardware.platform import KernelMemory, Platform, RolloutWorkerClass
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Linux's names of instructions for bfloat16, on x86 and, the last, on Arm."""
+"""Linux's names of instructions for bfloat16: the first two on x86, the last on Arm."""
 # Class of vLLM's worker for each backend, and the classes that build its attention's metadata and sample.
 _ROLLOUT_WORKERS = {
     "vllm_cpu": ("PlainWorker", ("CPUAttentionMetadataBuilder", "ExactSampler")),

@@ -22,13 +22,13 @@ from vllm.v1.request import Request
 
 @dataclass
 class Copies(KVConnectorMetadata):
-    """Blocks to be copied in a forward pass: ``(from, to)`` of each group of layers."""
+    """Blocks to copy in a forward pass: for each group of layers, pairs ``(from, to)``."""
 
     groups: list[list[tuple[int, int]]]
 
 
 class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
-    """Copies the rest of a prompt's KV cache beyond the blocks that vLLM shares.
+    """A connector that copies the rest of a prompt's KV cache beyond the blocks that vLLM shares.
 
     The instance in the scheduler decides, and the instance in each worker copies. Prompts with images are left out: the
     part of a prompt that a forward pass takes is not known before it is scheduled.
@@ -137,13 +137,13 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
             cache[targets] = cache[sources]
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
-        """Nothing is there to be loaded before a forward pass."""
+        """Do nothing: nothing has to be loaded before a forward pass."""
 
     def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs) -> None:
-        """Nothing is kept outside of vLLM's cache."""
+        """Do nothing: nothing is kept outside of vLLM's cache."""
 
     def wait_for_save(self) -> None:
-        """As ``save_kv_layer``."""
+        """Do nothing, as in ``save_kv_layer``."""
 
 
 def _get_prompt(request: Request) -> tuple[int, ...]:

@@ -12,12 +12,14 @@ from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
 from hardware.megatron.layers import CoreAttention
 
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""torch 2.11 lacks this argument and takes fewer key heads without it."""
+"""Whether ``varlen_attn`` has the argument enable_gqa; torch 2.11 lacks it and takes fewer key heads without it."""
 
 
 class CudaAttention(CoreAttention):
-    """One call of the kernel for a micro-batch, two where tokens see the future; grouped SDPA where the
-    plan is ``hardware.attention.grouped_sdpa``'s."""
+    """Core attention by one call of ``varlen_attn`` for a micro-batch, or two where tokens see the future.
+
+    It uses grouped SDPA if the plan is a ``hardware.attention.grouped_sdpa.GroupedPlan``.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan | GroupedPlan, rule: Rule) -> Tensor:
         if isinstance(plan, GroupedPlan):

@@ -20,12 +20,12 @@ from hardware.transfer import to_device
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """One call of the kernel, over slots that lie sequence after sequence.
+    """One call of ``varlen_attn``, over slots that lie sequence after sequence.
 
     Attributes:
         cu_seq_q, ..., window_size: the kernel's arguments of the same names.
-        query_index: ``[q]``, the slots whose queries it takes; None takes all in order.
-        key_index: ``[k]``, into the keys gathered over the context-parallel ranks; None takes all in order.
+        query_index: ``[q]``, the slots whose queries are passed; None passes all in order.
+        key_index: ``[k]``, index into the keys gathered over the context-parallel ranks; None passes all in order.
     """
 
     cu_seq_q: Tensor
@@ -56,7 +56,7 @@ class RuleCalls:
 
 @dataclass(frozen=True)
 class VarlenPlan:
-    """The calls of ``varlen_attn`` for one micro-batch: rule -> its one or two calls. Layers pick theirs by rule."""
+    """The calls of ``varlen_attn`` for one micro-batch: rule -> its one or two calls. A layer looks up its rule."""
 
     calls: dict[Rule, RuleCalls]
 
@@ -91,10 +91,12 @@ class _Places:
 
 
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
-    """Build the inputs where ``varlen_attn`` takes the heads, for rules that the capability table lets through.
+    """Build the inputs of CUDA's core attention, for rules that the capability table accepts.
+
+    They are for ``varlen_attn`` if it takes the heads, else for grouped SDPA.
 
     Raises:
-        ValueError: a rule sees images both ways, and the tokens of one are not side by side.
+        ValueError: a rule sees images both ways, and the tokens of an image are not adjacent.
     """
     # Rows end to end are a pack too, of sequences that are all padded to one length.
     pack = spec if spec.kind == "thd" else replace(spec, kind="thd")
@@ -201,8 +203,8 @@ def _find_image_ends(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray)
     named = np.stack([owner[first], blocks[first]])[:, blocks[first] >= 0]
     if len(np.unique(named, axis=1).T) < named.shape[1]:
         raise ValueError(
-            "attention: the tokens of an image are not side by side in image_block, and the CUDA kernel is told an "
-            "image as one run of tokens; give each run a number of its own"
+            "attention: the tokens of an image are not adjacent in image_block, and the CUDA kernel takes an image as "
+            "one run of tokens; give each run a number of its own"
         )
     count = np.diff(first, append=len(blocks))
     ends = np.repeat(within[first] + count, count)  # [N]: end of the run of each token, as a position of its sequence

@@ -5,15 +5,15 @@ import inspect
 import torch
 
 LEAST_CAPABILITY = (8, 0)
-"""Of the flash kernels (ATen's ``flash_api.cpp``)."""
+"""Least compute capability for the flash kernels (ATen's ``flash_api.cpp``)."""
 
 
 def check_device() -> None:
-    """Take this process's one GPU.
+    """Check that this process sees exactly one GPU, and that the GPU and torch have the needed kernels.
 
     Raises:
-        RuntimeError: torch has no CUDA or no kernel that is needed, the driver does not start, or the process does not
-            see exactly one GPU that is new enough.
+        RuntimeError: torch lacks CUDA or a kernel, the driver does not start, or the process does not see exactly one
+            GPU that is new enough.
     """
     if torch.version.cuda is None:
         raise RuntimeError(
@@ -30,7 +30,7 @@ def check_device() -> None:
         ) from error
     if (count := torch.cuda.device_count()) != 1:
         raise RuntimeError(
-            f"platform: a training process is to see its own GPU alone and sees {count}; unset "
+            f"platform: a training process must see exactly one GPU, its own, and sees {count}; unset "
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started, and without Ray set "
             "CUDA_VISIBLE_DEVICES to one"
         )

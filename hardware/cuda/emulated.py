@@ -10,7 +10,7 @@ NOT_COVERED = (
     "nccl",
     "vllm on a GPU (the rollout is vLLM on this CPU)",
 )
-"""What a check that passes against the emulated kernels does not speak of."""
+"""Subjects that a passing check on the emulated kernels does not cover."""
 
 
 class EmulatedCudaPlatform(CudaAttention, CpuPlatform):

@@ -8,7 +8,7 @@ from hardware.cuda import attention_plan
 
 
 def list_faults() -> dict[str, list[Patch]]:
-    """List the patches of ``CudaPlatform.list_faults``."""
+    """Return name of a fault -> patches, for ``CudaPlatform.list_faults``."""
 
     def from_0(locate):
         def count_own(spec, rule):

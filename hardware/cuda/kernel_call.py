@@ -22,8 +22,8 @@ class Call:
     """The arguments of ``torch_attn::_varlen_attn`` by their names.
 
     Attributes:
-        stands_for_16_bits: a type that is accepted in the place of bf16. The emulator takes fp32, so that its results
-            differ from a device's by rounding alone. None accepts a device's types.
+        stands_for_16_bits: a type that is accepted instead of bf16. The emulator takes fp32, so that its results differ
+            from a device's by rounding alone. None accepts only a device's types.
     """
 
     query: Tensor
@@ -68,7 +68,7 @@ class Call:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def compute_allowed(self, queries: int, keys: int) -> Tensor:
-        """Compute the mask ``[queries, keys]``, True where a query sees a key: the diagonal ends at the last key."""
+        """Compute the mask ``[queries, keys]``, True where a query sees a key; the last query sees the last key."""
         before, after = self.window_size
         query, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
         see = torch.ones(queries, keys, dtype=torch.bool)
@@ -79,7 +79,8 @@ class Call:
         return see
 
     def list_groups(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Iterate over groups of equal sizes: ``(queries [n, q], keys [n, k], mask [q, k])`` of token numbers."""
+        """Yield groups of sequences of equal sizes, by token numbers: ``(queries [n, q], keys [n, k], mask [q,
+        k])``."""
         sizes: dict[tuple[int, int], list[int]] = {}
         for number, size in enumerate(zip(self.query_lengths, self.key_lengths)):
             if size[0]:

@@ -12,7 +12,7 @@ from hardware.platform import KernelMemory, Node, Platform
 
 
 class CudaAttention:
-    """Lowering and core attention, which the emulated platform has too."""
+    """Lowering and core attention of CUDA, which the emulated platform shares."""
 
     attention_backends = ("torch_varlen", "torch_sdpa")
     varlen_types: tuple[str, ...] = ("bfloat16", "float16")

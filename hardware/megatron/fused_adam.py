@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 AT_ONCE = 100_000_000
-"""Elements of parameters that are stepped together: a step holds a copy of their second moments."""
+"""Number of parameter elements that are stepped together: a step holds a copy of their second moments."""
 
 _torch = cast(Any, torch)
 """Torch with its multi-tensor operations, which it leaves out of its types."""
@@ -16,10 +16,10 @@ _torch = cast(Any, torch)
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay (arXiv:1711.05101).
 
-    The step count lives in the parameter group, where Megatron's distributed optimizer looks for it when it saves.
+    The step count is in the parameter group, where Megatron's distributed optimizer looks for it when it saves.
 
     Args:
-        adam_w_mode: decay weights directly; False adds ``weight_decay * p`` to the gradient instead.
+        adam_w_mode: whether to decay weights directly; else ``weight_decay * p`` is added to the gradient.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):

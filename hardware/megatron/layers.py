@@ -37,8 +37,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormFromOne(torch.nn.Module):
-    """RMS norm that scales by 1 + weight, so that weight decay draws the scale to 1; computed in fp32, as in
-    transformers' Gemma 3."""
+    """RMS norm that scales by 1 + weight, so that weight decay draws the scale to 1.
+
+    It computes in fp32, as in transformers' Gemma 3.
+    """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
@@ -51,7 +53,7 @@ class NormFromOne(torch.nn.Module):
 
 
 class NormedAdd(torch.nn.Module):
-    """``residual + norm(output)`` in the place of Megatron's bias, dropout and addition, which has neither here."""
+    """Adds ``residual + norm(output)``, instead of Megatron's bias, dropout and addition."""
 
     def __init__(self, config, norm: type[torch.nn.Module]):
         super().__init__()
@@ -66,7 +68,7 @@ class NormedAdd(torch.nn.Module):
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) in the half-split form of HuggingFace models: ``x * cos + half(x) * sin``."""
+    """Apply rotary embedding (arXiv:2104.09864) in HuggingFace's half-split form: ``x * cos + half(x) * sin``."""
     cos, sin = rotary
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
@@ -75,8 +77,8 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class CoreAttention(MegatronModule, ABC):
     """Scaled dot-product attention over sbhd ``[s, b, h, d]`` or thd ``[s, h, d]``, grouped-query and context-parallel.
 
-    It rotates queries and keys from this rank's own slots (before keys are gathered over the context-parallel group)
-    and takes its rule from ``AttentionInputs`` by layer number; a platform says how its kernels ``attend``.
+    It rotates queries and keys of this rank's own slots, before keys are gathered over the context-parallel group, and
+    takes the rule of its layer from ``AttentionInputs``. A platform implements ``attend`` with its kernels.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class CoreAttention(MegatronModule, ABC):
         attention_bias=None,
         packed_seq_params: AttentionInputs,
     ) -> Tensor:
-        """Returns ``[s, b, h * d]`` (sbhd) or ``[s, h * d]`` (thd).
+        """Compute attention of a layer: ``[s, b, h * d]`` (sbhd) or ``[s, h * d]`` (thd).
 
         Raises:
             ValueError: a dense mask or a bias was passed, which this module would otherwise ignore.
@@ -126,15 +128,15 @@ class CoreAttention(MegatronModule, ABC):
         return self.attend(query, key, value, inputs.plan, inputs.spec.get_rule(self.layer_number))
 
     def rotate(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate queries or keys; a platform may have a kernel for it."""
+        """Rotate queries or keys; a platform with a kernel for it overrides this."""
         return rotate(x, rotary)
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: Any, rule: Rule) -> Tensor:
-        """Attend with rotated queries to the keys and values of all context-parallel ranks; shapes as in ``forward``.
+        """Attend from rotated queries to the keys and values of all context-parallel ranks; shapes as in ``forward``.
 
         Args:
-            plan: the plan that the platform's ``build_attention_inputs`` made.
+            plan: ``AttentionInputs.plan``. rule: the layer's rule.
         """
 
 
@@ -145,10 +147,10 @@ def build_layer_spec(
     plain_norm: type[torch.nn.Module] = RMSNorm,
     mlp: type[MLP] = MLP,
 ) -> TransformerBlockSubmodules:
-    """Build Megatron's local layers with our norms, a family's form and a platform's core attention.
+    """Build Megatron's local layers with our norms, the model family's options and a platform's core attention.
 
     Args:
-        plain_norm, mlp: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne``.
+        plain_norm, mlp: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne`` as norm.
 
     Raises:
         ValueError: the configuration has attention dropout, which the core attention does not support.

@@ -5,9 +5,10 @@ from typing import Any
 
 
 def mark_sequence_parallel(parameters: Iterable[Any], config) -> None:
-    """Mark parameters that every tensor-parallel rank has whole, as Megatron looks for it.
+    """Mark parameters that every tensor-parallel rank holds whole, by the attribute that Megatron reads.
 
-    Under sequence parallelism each rank sees a part of the tokens, and Megatron sums their gradients over these ranks.
+    Under sequence parallelism each rank sees a part of the tokens, and Megatron sums the gradients of marked parameters
+    over the ranks.
     """
     for parameter in parameters:
         parameter.sequence_parallel = config.sequence_parallel

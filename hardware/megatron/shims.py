@@ -1,8 +1,7 @@
-"""Shims for megatron-core 0.16 without TransformerEngine and Apex, and off CUDA: narrow patches, in training processes
-only.
+"""Shims for megatron-core 0.16 without TransformerEngine and Apex, and off CUDA: narrow patches in training processes.
 
-Each shim names one fault, says why it exists and returns how to take it back; the tests take each back alone and expect
-a training step to fail, so that a shim which upstream no longer needs does not stay.
+Each shim names one fault, says why it exists and returns a function that removes it. The tests remove each shim alone
+and expect a training step to fail, so that a shim which upstream no longer needs does not stay.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Runtime:
-    """The functions that stand in for ``torch.cuda``.
+    """The functions that replace those of ``torch.cuda``.
 
     Attributes:
         device_type: as in ``torch.device``; also the middle of a tensor's type string (``torch.npu.FloatTensor``).
@@ -49,7 +48,7 @@ class Shim:
     """One patch. ``apply`` installs it for a ``Runtime`` and returns the function that removes it.
 
     Attributes:
-        on_cuda: CUDA needs it too, where the runtime is None; it asks nothing of it.
+        on_cuda: whether CUDA needs the shim too; ``apply`` is then called with None.
     """
 
     name: str
@@ -260,7 +259,7 @@ INSTALLED: dict[str, Undo] = {}
 
 
 def install(runtime: Runtime | None) -> None:
-    """Import megatron-core and apply what it needs. Call once per process, before anything else imports megatron.
+    """Import megatron-core and apply the shims. Call it once per process, before anything else imports megatron.
 
     Args:
         runtime: replacement of ``torch.cuda``'s functions; None uses ``torch.cuda``.

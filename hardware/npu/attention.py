@@ -10,7 +10,7 @@ from hardware.npu.layers import rotate_fused
 
 
 class NpuAttention(CoreAttention):
-    """One call of the kernel for a micro-batch, two under context parallelism."""
+    """Core attention by one call of ``npu_fusion_attention`` for a micro-batch, or two under context parallelism."""
 
     def rotate(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         return super().rotate(x, rotary) if self.form.scales_rotary else rotate_fused(x, rotary)

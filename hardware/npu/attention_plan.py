@@ -17,12 +17,12 @@ from hardware.npu.limits import MAX_PACK_SEQUENCES
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the kernel.
+    """One call of ``npu_fusion_attention``.
 
     Attributes:
         atten_mask, ..., actual_seq_kvlen: the kernel's keywords of the same names.
-        query_index: ``[q]``, the slots whose queries it takes; None takes all.
-        key_index: ``[k]``, into the keys gathered over the context-parallel ranks; None takes all.
+        query_index: ``[q]``, the slots whose queries are passed; None passes all.
+        key_index: ``[k]``, index into the keys gathered over the context-parallel ranks; None passes all.
     """
 
     atten_mask: Tensor | None
@@ -49,13 +49,13 @@ def _triangle(device: torch.device) -> Tensor:
 
 
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[Rule, int]) -> AttentionInputs:
-    """Build the inputs for rules that the capability table lets through.
+    """Build the inputs of the NPU's core attention, for rules that the capability table accepts.
 
     Args:
-        modes: the ``sparse_mode`` that the table names for each rule.
+        modes: rule -> ``sparse_mode`` that the table names for it.
 
     Raises:
-        ValueError: more sequences than the kernel takes in a pack.
+        ValueError: the pack has more sequences than the kernel takes.
     """
     device = rotary[0].device
     if spec.kind == "bshd":
@@ -162,7 +162,10 @@ def _shared_mask(rule: Rule, length: int) -> Tensor:
         ValueError: it depends on more, and got here by an override of the table.
     """
     if rule.images or rule.prefix or not rule.causal:
-        raise ValueError(f"attention: the NPU's kernel cannot be told {rule} of a pack; leave out the override")
+        raise ValueError(
+            f"attention: the NPU's kernel cannot compute {rule} in a pack; leave the cell out of "
+            "--actor.attention-override"
+        )
     position = np.arange(length)
     query, key = position[:, None], position[None]
     return torch.from_numpy(~rule.allows(query - key, False, False, query, key))
@@ -173,7 +176,7 @@ def _plan_indexed(spec: MaskSpec, modes: dict[Rule, int], device: torch.device) 
     of a rank, or under context parallelism two, over the low chunks of all sequences and over the high ones."""
     if 1 in modes.values():
         kind = "under context parallelism" if spec.cp > 1 else "whose sequences share a prompt"
-        advice = "leave out the override, or set --actor.share none"
+        advice = "leave the cell out of --actor.attention-override, or set --actor.share none"
         raise ValueError(f"attention: an NPU takes no mask of a pack {kind}; {advice}")
     modes = {rule: 3 if mode == 2 else mode for rule, mode in modes.items()}  # from the last key on, not the first
     padded = np.asarray(spec.padded, dtype=np.int64)

@@ -14,7 +14,7 @@ NOT_COVERED = (
     "hccl",
     "vllm-ascend (the rollout is vLLM on this CPU)",
 )
-"""What a check that passes against the emulated operator does not speak of."""
+"""Subjects that a passing check on the emulated operators does not cover."""
 
 
 class EmulatedNpuPlatform(NpuLayers, CpuPlatform):

@@ -6,7 +6,7 @@ from hardware.npu import attention_plan
 
 
 def list_faults() -> dict[str, list[Patch]]:
-    """List the patches of ``NpuPlatform.list_faults``."""
+    """Return name of a fault -> patches, for ``NpuPlatform.list_faults``."""
     no_mask = attention_plan.KernelCall(atten_mask=None, sparse_mode=0)
     from_0 = lambda call: lambda rule, mode, device: call(rule, 2 if mode == 3 else mode, device)  # noqa: E731
     return build_attention_faults(

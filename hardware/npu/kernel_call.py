@@ -17,14 +17,14 @@ NO_LIMIT = 2147483647
 
 
 def build_triangle(device: torch.device | str = "cpu") -> Tensor:
-    """``[2048, 2048]`` bool, True above the diagonal: the mask that ``sparse_mode`` 2, 3 and 4 expect."""
+    """Build the mask that ``sparse_mode`` 2, 3 and 4 expect: ``[2048, 2048]`` bool, True above the diagonal."""
     return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
 
 
 class Call:
-    """The arguments of one call by their names in the schema, and the sizes that follow from them.
+    """The arguments of one call of ``npu_fusion_attention`` by their names in the schema, and the sizes that follow.
 
-    Sizes may be asked of only once the rules before have held that they follow from.
+    A size may be read only after the requirements from which it follows have been checked.
     """
 
     def __init__(self, arguments: dict[str, Any]):
@@ -57,7 +57,7 @@ class Call:
 
     @cached_property
     def query_lengths(self) -> list[int]:
-        """Queries of each sequence."""
+        """Number of queries of each sequence."""
         return self._lengths(self.query, self.actual_seq_qlen)
 
     @cached_property
@@ -75,7 +75,7 @@ class Call:
         return self.sparse_mode in (2, 3, 4)
 
     def compute_allowed(self, sequence: int) -> Tensor:
-        """Compute ``[1 or N, Sq, Skv]`` bool, True where a query of a sequence sees a key."""
+        """Compute the mask of a sequence, ``[1 or N, Sq, Skv]`` bool, True where a query sees a key."""
         queries, keys = self.query_lengths[sequence], self.key_lengths[sequence]
         if self.atten_mask is None:
             return torch.ones(1, queries, keys, dtype=torch.bool)
@@ -110,7 +110,7 @@ class Call:
         return self.packed and self.atten_mask.shape != shared
 
     def list_groups(self) -> dict[tuple, list[int]]:
-        """List sequences that see alike and are equally long, and so can be computed, or checked, together."""
+        """Group the sequences that have equal lengths and masks, and so can be computed together."""
         grouped: dict[tuple, list[int]] = {}
         for number, sizes in enumerate(zip(self.query_lengths, self.key_lengths)):
             if sizes[0]:

@@ -14,7 +14,7 @@ from hardware.npu.limits import MAX_ROTATED_AXIS, MAX_ROTATED_HEAD
 
 
 class NpuRMSNorm(RMSNorm):
-    """``RMSNorm`` by ``npu_rms_norm``."""
+    """``RMSNorm`` computed by ``npu_rms_norm``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.npu.npu_rms_norm(x, self.weight, epsilon=self.eps)[0]
@@ -36,17 +36,17 @@ class NpuSwigluMLP(MLP):
 
 
 def find_mlp(config) -> type[MLP]:
-    """Find the MLP of a ``TransformerConfig``: the fused one where it asks for ``silu(gate) * up`` and no more."""
+    """Return the MLP class for a ``TransformerConfig``: the fused one if the MLP is only ``silu(gate) * up``."""
     is_gated = config.gated_linear_unit and config.activation_func is F.silu and not config.add_bias_linear
     is_plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
     return NpuSwigluMLP if is_gated and is_plain else MLP
 
 
 def rotate_fused(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``x`` ``[s, b, h, d]`` or ``[s, h, d]`` as ``rotate`` does, by ``npu_rotary_mul`` where it takes ``x``.
+    """Rotate ``x`` ``[s, b, h, d]`` or ``[s, h, d]`` as ``rotate`` does, by ``npu_rotary_mul`` if it accepts ``x``.
 
     Args:
-        rotary: ``(cos, sin)`` from -1 to 1.
+        rotary: ``(cos, sin)``, with values from -1 to 1.
     """
     batch = x.shape[1] if x.dim() == 4 else 1
     if max(batch, x.shape[-2]) > MAX_ROTATED_AXIS or x.shape[-1] > MAX_ROTATED_HEAD:

@@ -1,6 +1,6 @@
 """Limits of the NPU's operators, as numbers that need no torch to be read."""
 
 MAX_PACK_SEQUENCES = 1024
-"""Sequences that ``npu_fusion_attention`` takes in TND (op-plugin documentation)."""
+"""Most sequences that ``npu_fusion_attention`` takes in TND (op-plugin documentation)."""
 MAX_ROTATED_AXIS, MAX_ROTATED_HEAD = 999, 894
-"""Rows or heads, and the size of a head, that ``npu_rotary_mul`` takes (torch-npu documentation); sizes are even."""
+"""Most rows or heads, and largest even head size, that ``npu_rotary_mul`` takes (torch-npu documentation)."""

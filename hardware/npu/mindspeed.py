@@ -1,4 +1,4 @@
-"""MindSpeed beside the NPU platform, on request: the order of its import, and the lengths that it gets for a forward.
+"""MindSpeed beside the NPU platform, if a variable asks for it: the order of its import, and the lengths that it reads.
 
 MindSpeed replaces functions of Megatron while ``mindspeed.megatron_adaptor`` is imported, and so has to come first. It
 keeps the lengths of a pack's sequences in a variable of the process (``_ACTUAL_SEQ_LEN``, in two of its modules), which
@@ -25,7 +25,7 @@ KEEPERS = ("mindspeed.utils", "mindspeed.core.context_parallel.get_batch_utils")
 
 
 def patch_megatron() -> None:
-    """Let MindSpeed patch Megatron, if the variable is set.
+    """Let MindSpeed patch Megatron, if RLWORKER_MINDSPEED is set.
 
     Raises:
         RuntimeError: MindSpeed is not installed, or Megatron was imported before.
@@ -33,7 +33,10 @@ def patch_megatron() -> None:
     if os.environ.get("RLWORKER_MINDSPEED") != "1":
         return
     if importlib.util.find_spec("mindspeed") is None:
-        raise RuntimeError("mindspeed: RLWORKER_MINDSPEED=1 asks for it and it is not installed; unset it")
+        raise RuntimeError(
+            "mindspeed: RLWORKER_MINDSPEED=1 asks for MindSpeed, which is not installed; install it, or unset the "
+            "variable"
+        )
     if "megatron.core" in sys.modules and "mindspeed.megatron_adaptor" not in sys.modules:
         raise RuntimeError(
             "mindspeed: megatron was imported before mindspeed.megatron_adaptor, which would patch it in part; start "
@@ -44,7 +47,7 @@ def patch_megatron() -> None:
 
 @contextlib.contextmanager
 def pass_lengths(inputs: AttentionInputs) -> Iterator[None]:
-    """Set MindSpeed's variable to the pack's boundaries for one forward, and reset it: the next micro-batch differs.
+    """Set MindSpeed's variable to the pack's boundaries in this context, which is one forward, and reset it afterwards.
 
     Recomputation in the backward pass runs without them; only MindSpeed's replacements would read them.
     """

@@ -13,7 +13,7 @@ from hardware.platform import KernelMemory, Node, Platform
 
 
 class NpuLayers:
-    """Lowering, core attention and what else of a layer is one operator, which the emulated platform has too."""
+    """Lowering, core attention and fused layers of an NPU, which the emulated platform shares."""
 
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
@@ -44,8 +44,7 @@ class NpuLayers:
 
 
 class NpuPlatform(NpuLayers, Platform):
-    """Runs Megatron-core over hccl with the NPU's operators for attention, norms, SwiGLU and rotation, in bf16 or
-    fp32."""
+    """Runs Megatron-core over hccl in bf16 or fp32, with the NPU's attention, norms, SwiGLU and rotation."""
 
     name = "npu"
     evidence = "executed"
@@ -79,7 +78,7 @@ class NpuPlatform(NpuLayers, Platform):
             ) from error
         if (devices := torch_npu.npu.device_count()) != 1:
             raise RuntimeError(
-                f"platform: a training process is to see its own NPU alone and sees {devices}; unset "
+                f"platform: a training process must see exactly one NPU, its own, and sees {devices}; unset "
                 "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES where Ray is started"
             )
         from hardware.megatron import shims as megatron_shims

@@ -28,7 +28,7 @@ Advantage = TypeVar("Advantage", bound=AdvantageFn)
 
 
 def group_relative(advantage: Advantage) -> Advantage:
-    """Mark an advantage that compares a prompt's completions with each other, and so is zero for a single one."""
+    """Mark an advantage estimator that compares the episodes of a prompt, so that it is 0 for a single one."""
     advantage.group_relative = True
     return advantage
 
@@ -95,16 +95,21 @@ def rloo(batch: TrainBatch) -> Tensor:
 
 
 def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
-    """Compute rewards to come, normalised over the counting tokens of the batch (REINFORCE++, arXiv:2501.03262).
+    """Compute the sum of rewards from each token to its episode's end, whitened (REINFORCE++, arXiv:2501.03262).
 
-    The KL penalty of that paper is part of the reward: see ``add_kl_penalty``.
+    The sum is not discounted. ``whiten`` takes mean and deviation over all counting tokens of the batch. The KL penalty
+    of the paper must be in the rewards already: ``add_kl_penalty`` puts it there, or a run with ``--algorithm.kl-in
+    reward``.
+
+    Returns:
+        ``[N]`` float32, zero where the mask is.
     """
     return whiten(returns_to_go(batch), batch.mask)
 
 
 @group_relative
 def reinforce_plus_plus_baseline(batch: TrainBatch) -> Tensor:
-    """Compute ``reward - mean of the group``, normalised over the counting tokens of the batch (the same paper)."""
+    """Compute ``reward - mean of the group`` of each episode, whitened over the counting tokens (arXiv:2501.03262)."""
     return whiten(dr_grpo(batch), batch.mask)
 
 
@@ -112,18 +117,20 @@ def remax(batch: TrainBatch) -> Tensor:
     """Compute ``reward - reward of the greedy completion`` of the same prompt (ReMax, arXiv:2310.10505).
 
     Args:
-        batch: with ``greedy_rewards`` ``[B]``, which a run has with ``--algorithm.greedy-baseline``.
+        batch: with ``greedy_rewards`` ``[B]``, which ``--algorithm.greedy-baseline`` adds in a run.
     """
     greedy = _require_column(batch, "greedy_rewards", "--algorithm.greedy-baseline")
     return _repeat_per_token(batch, _sum_rewards(batch) - _take_per_episode(batch, greedy))
 
 
 def distill(batch: TrainBatch) -> Tensor:
-    """Compute ``teacher logprob - policy logprob`` of each sampled token: its gradient is that of the reverse KL, one
-    token ahead (MiniLLM, arXiv:2306.08543; on samples of the student as in GKD, arXiv:2306.13649).
+    """Compute ``teacher logprob - policy logprob`` of each token, whose gradient is that of the reverse KL, one token
+    ahead.
+
+    Source: MiniLLM, arXiv:2306.08543; on samples of the student as in GKD, arXiv:2306.13649.
 
     Args:
-        batch: with ``ref_logprobs``, the logprobs of the teacher, which ``--algorithm.reference`` names.
+        batch: with ``ref_logprobs``, logprobs of the teacher, which ``--algorithm.reference`` names.
     """
     return _require_column(batch, "ref_logprobs", "--algorithm.reference") - _get_policy_logprobs(batch)
 
@@ -132,19 +139,19 @@ def distill(batch: TrainBatch) -> Tensor:
 
 
 def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Compute generalised advantage estimation (arXiv:1506.02438, equation 16), normalised over the counting tokens.
+    """Compute generalised advantage estimation (arXiv:1506.02438, equation 16), whitened over the counting tokens.
 
-    ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where
-    t + 1 is the episode's next counting token: tokens of the environment and prompts of further sequences are skipped.
-    After the last counting token value and advantage are 0.
-    For instance, values 0.2, 0.4 and a reward of 1 at the end have, with gamma = 1 and lam = 0.5, deltas 0.2, 0.6,
-    advantages 0.2 + 0.5 * 0.6 = 0.5, 0.6 before normalising, and returns 0.7, 1.
+    ``delta_t = reward_t + gamma * value_{t+1} - value_t`` and ``A_t = sum of (gamma * lam)^k * delta_{t+k}``, where t +
+    1 is the episode's next counting token: the sum skips tokens of the environment and prompts of further sequences.
+    After the last counting token value and advantage are 0. For instance, values 0.2, 0.4 and a reward of 1 at the end
+    have, with gamma = 1 and lam = 0.5, deltas 0.2, 0.6, advantages 0.2 + 0.5 * 0.6 = 0.5, 0.6 before whitening, and
+    returns 0.7, 1.
 
     Args:
         batch: with ``values`` ``[N]``, where ``values[n]`` is the critic's value of the prefix that ends at input n.
 
     Returns:
-        ``[N]`` advantages and ``[N]`` returns, ``A + value`` before normalising; zero where the mask is.
+        ``[N]`` advantages and ``[N]`` returns, ``A + value`` before whitening; zero where the mask is.
     """
     counting = Selection.from_mask(batch.mask, batch.lengths)
     values = counting.gather(_require_column(batch, "values", "--critic.train"))
@@ -156,7 +163,7 @@ def gae(batch: TrainBatch, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tenso
 
 
 def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
-    """Compute ``[N]``, the discounted sum of the rewards from each counting token to the end of its episode."""
+    """Compute the discounted sum of rewards from each counting token to the end of its episode, ``[N]``."""
     counting = Selection.from_mask(batch.mask, batch.lengths)
     rewards = _add_rewards(torch.zeros(int(counting.lengths.sum())), batch, counting)
     return counting.scatter(sum_discounted(rewards, batch.sum_per_episode(counting.lengths), gamma))
@@ -166,17 +173,19 @@ def returns_to_go(batch: TrainBatch, gamma: float = 1.0) -> Tensor:
 
 
 def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1) -> TrainBatch:
-    """Return the batch with a penalty of ``-coef * KL`` to the reference at each counting token (arXiv:2203.02155,
-    equation 2, taken token by token)."""
+    """Return the batch with ``-coef * KL(policy || reference)`` at each counting token as ``penalties`` ``[N]``.
+
+    Source: arXiv:2203.02155, equation 2, taken token by token.
+    """
     penalties = -coef * estimate(_get_policy_logprobs(batch), batch.require_column("ref_logprobs")) * batch.mask
     return replace(batch, penalties=penalties)
 
 
 def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
-    """Return the batch with a penalty on episodes of more than ``max_tokens - buffer`` counting tokens.
+    """Return the batch with lower ``rewards`` for episodes of more than ``max_tokens - buffer`` counting tokens.
 
-    The penalty goes from 0 at ``max_tokens - buffer`` tokens down to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476,
-    equation 13), at the last counting token.
+    The penalty goes from 0 at ``max_tokens - buffer`` tokens to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation
+    13). It counts at the last counting token.
     """
     tokens = batch.sum_per_sequence(batch.mask.float())
     over = batch.sum_per_episode(tokens) - (max_tokens - buffer)
@@ -187,7 +196,7 @@ def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> Tra
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Bring values ``[N]`` to mean 0 and deviation 1 over the mask, and zero elsewhere."""
+    """Shift and scale values ``[N]`` to mean 0 and standard deviation 1 over the mask; elsewhere return zero."""
     out = torch.zeros_like(values)
     out[mask] = _normalise_(values[mask])
     return out

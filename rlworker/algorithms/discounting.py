@@ -9,19 +9,20 @@ from torch import Tensor
 _torch = cast(Any, torch)
 """Torch with its multi-tensor operations, which it leaves out of its types."""
 _BLOCK = 64
-"""Numbers of a sequence that one row of a matrix product sums up."""
+"""Length of the blocks that one row of a matrix product sums."""
 _LONG_RUN = 16
-"""Mean length from which runs are copied one by one; shorter runs are faster by index."""
+"""Mean run length from which runs are copied one by one; shorter runs are faster by index."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Some places of a flat stream of sequences: how to gather them, and to scatter them back.
+    """The places of a flat stream of sequences that a mask selects, to gather their numbers and to scatter them back.
 
     Attributes:
-        total: N. lengths: ``[B]``, chosen places of each sequence.
-        runs: lengths of the stretches that are not chosen and chosen in turn, the first possibly empty.
-        index: ``[n]`` the places, where the stretches are short; else None.
+        total: N, all places.
+        lengths: ``[B]``, number of selected places of each sequence.
+        runs: lengths of the unselected and selected runs in turn, the first possibly 0.
+        index: ``[n]``, the selected places, where runs are short; else None.
     """
 
     total: int
@@ -31,7 +32,7 @@ class Selection:
 
     @classmethod
     def from_mask(cls, mask: Tensor, lengths: tuple[int, ...]) -> "Selection":
-        """Select the true places of ``mask [N]``."""
+        """Select the true places of ``mask`` ``[N]``; ``lengths`` are those of the sequences."""
         sizes = torch.tensor(lengths)
         if mask.all():
             return cls(len(mask), sizes, (0, len(mask)), None)
@@ -46,13 +47,19 @@ class Selection:
         return cls(len(mask), chosen, runs, None)
 
     def gather(self, column: Tensor) -> Tensor:
-        """Gather the selected places, ``[N] -> [n]``; a view where all are chosen."""
+        """Return the numbers of ``column`` at the n selected places, ``[N] -> [n]``.
+
+        If all places are selected, it returns ``column`` itself: do not write into the result.
+        """
         if self.index is not None:
             return column[self.index]
         return column if self.runs == (0, self.total) else torch.cat(column.split(self.runs)[1::2])
 
     def scatter(self, numbers: Tensor) -> Tensor:
-        """Scatter to the selected places, ``[n] -> [N]``, zero elsewhere; the same tensor where all are chosen."""
+        """Put ``numbers`` at the selected places, ``[n] -> [N]``, with zero elsewhere.
+
+        If all places are selected, it returns ``numbers`` itself.
+        """
         if self.runs == (0, self.total):
             return numbers
         flat = numbers.new_zeros(self.total)
@@ -88,7 +95,7 @@ def sum_discounted(x: Tensor, lengths: Tensor, decay: float) -> Tensor:
 
 
 def find_next(numbers: Tensor, lengths: Tensor) -> Tensor:
-    """Find the number after each within its sequence, zero after the last."""
+    """Return for each number the next number of its sequence, and zero for the last, ``[N] -> [N]``."""
     after = torch.empty_like(numbers)
     after[:-1] = numbers[1:]
     after[find_last_places(lengths)] = 0.0
@@ -96,5 +103,5 @@ def find_next(numbers: Tensor, lengths: Tensor) -> Tensor:
 
 
 def find_last_places(lengths: Tensor) -> Tensor:
-    """Find the place of the last number of each sequence that has any."""
+    """Return the place of the last number of each sequence that is not empty."""
     return (lengths.cumsum(0) - 1)[lengths > 0]

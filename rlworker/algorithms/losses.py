@@ -20,12 +20,12 @@ Surrogate = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Tensor]]
 KlEstimate = Callable[[Tensor, Tensor], Tensor]
 """``estimate(logprobs, ref_logprobs)`` of KL(policy || reference), token by token."""
 Correction = Callable[[Tensor, Tensor], Tensor]
-"""``correction(old_logprobs, rollout_logprobs)``: factors of each token's loss."""
+"""``correction(old_logprobs, rollout_logprobs)`` returns the factor of each token's loss."""
 Aggregation = Callable[[TrainBatch], tuple[Tensor, float]]
 """``aggregation(batch of an optimizer step) -> (weights, denominator)`` of ``sum(weight * loss) / denominator``."""
 
 _LARGEST_LOG = 60.0
-"""Largest log ratio that a correction gets: exp stays finite in fp32."""
+"""Largest log ratio that is passed to a correction, so that exp stays finite in fp32."""
 
 
 # -- surrogates
@@ -59,11 +59,10 @@ def ppo(
 def gspo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> tuple[Tensor, Tensor]:
-    """Apply PPO's clip of the whole sequence's ratio, ``exp(mean of log ratio)`` (GSPO, arXiv:2507.18071, equations 5
-    and 7).
+    """Apply PPO's clip to the ratio of a whole sequence, ``exp(mean of log ratio)`` (GSPO, arXiv:2507.18071, eq. 5, 7).
 
-    To be used with ``sequence_mean``. The ratio is that of a sequence's counting tokens, whichever turns they are of;
-    further sequences of its episode, which other replicas may compute, have ratios of their own.
+    Use it with ``sequence_mean``. The mean is over the counting tokens of a sequence, whichever turns they belong to.
+    Further sequences of the same episode, which other replicas may compute, have ratios of their own.
     """
     ratio = batch.repeat_per_token(_average_sequences(logprobs - old, batch).exp())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -86,10 +85,10 @@ def cispo(
 def gmpo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, clip_low: float = 0.4, clip_high: float = 0.4
 ) -> tuple[Tensor, Tensor]:
-    """Take the geometric mean of a sequence's ratios, each log ratio clipped to ``[-clip_low, clip_high]`` on the side
-    that PPO clips (GMPO, arXiv:2507.20673).
+    """Take the geometric mean of a sequence's ratios as its ratio (GMPO, arXiv:2507.20673).
 
-    To be used with ``sequence_mean`` and one advantage per sequence.
+    Each log ratio is first clipped to ``[-clip_low, clip_high]``, on the side that PPO clips. Use it with
+    ``sequence_mean`` and one advantage per sequence.
     """
     log_ratio, advantages = logprobs - old, batch.require_column("advantages")
     clipped = log_ratio.clamp(-clip_low, clip_high)
@@ -101,8 +100,10 @@ def gmpo(
 def sapo(
     logprobs: Tensor, old: Tensor, batch: TrainBatch, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``: a soft gate in place of the clip, steeper for negative
-    advantages (SAPO, arXiv:2511.20347)."""
+    """Compute ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``, a soft gate instead of a clip (SAPO, arXiv:2511.20347).
+
+    tau is ``tau_positive`` where A > 0, else ``tau_negative``, which is larger, so that the gate is steeper.
+    """
     ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(batch.mask)
@@ -112,8 +113,8 @@ def sapo(
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL by k1: ``logprob - ref``, without bias and of either sign. For rewards: in a loss its mean gradient
-    is zero."""
+    """Estimate KL by k1, ``logprob - ref``: unbiased, of either sign. Use it in rewards; its gradient in a loss is
+    0."""
     return logprobs - ref_logprobs
 
 
@@ -136,8 +137,11 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def truncated_importance(old: Tensor, rollout: Tensor, *, max_ratio: float = 2.0) -> Tensor:
-    """Compute ``min(exp(old - rollout), max_ratio)`` (truncated importance sampling, Ionides 2008; between rollout and
-    trainer: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025)."""
+    """Compute ``min(exp(old - rollout), max_ratio)`` (truncated importance sampling, Ionides 2008).
+
+    Between rollout and trainer: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+    2025.
+    """
     return (old - rollout).exp().clamp(max=max_ratio)
 
 
@@ -148,14 +152,20 @@ def masked_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, m
 
 
 def rejected_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, max_ratio: float = 2.0) -> Tensor:
-    """Compute 1 where ``exp(old - rollout)`` lies in ``[min_ratio, max_ratio]``, else 0: nothing is learned from the
-    rest, and nothing is weighed (Liu et al., "When Speed Kills Stability", 2025)."""
+    """Compute 1 where ``exp(old - rollout)`` lies in ``[min_ratio, max_ratio]``, else 0, so that other tokens do not
+    count.
+
+    Source: Liu et al., "When Speed Kills Stability", 2025.
+    """
     return _is_within((old - rollout).exp(), min_ratio, max_ratio).to(old.dtype)
 
 
 def pool_log_ratios(log_ratio: Tensor, batch: TrainBatch, level: Level) -> Tensor:
-    """Give the tokens of a sequence its log ratio, ``[N] -> [N]``: the sum over its counting tokens (``sequence``), or
-    their mean (``geometric``). For instance, ratios 2 and 1/8 become 1/4 and 1/4, or 1/2 and 1/2."""
+    """Replace each token's log ratio by that of its sequence, ``[N] -> [N]``.
+
+    The log ratio of a sequence is the sum over its counting tokens (level ``sequence``), or their mean (``geometric``).
+    For instance, ratios 2 and 1/8 become 1/4 and 1/4, or 1/2 and 1/2.
+    """
     is_sum = level == "sequence"
     pooled = batch.sum_per_sequence(log_ratio * batch.mask) if is_sum else _average_sequences(log_ratio, batch)
     return batch.repeat_per_token(pooled.clamp(-_LARGEST_LOG, _LARGEST_LOG))
@@ -182,7 +192,10 @@ def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correcti
         ValueError: the batch lacks a column, or the outputs the top logprobs.
     """
     if (top := outputs.top_logprobs) is None:
-        raise ValueError("center_scores: no logprobs of the sampler's likeliest ids; set --algorithm.score-centering")
+        raise ValueError(
+            "center_scores: the outputs have no logprobs of the sampler's likeliest ids; set "
+            "--algorithm.score-centering to the number of ids"
+        )
     sampler = batch.require_column("rollout_top_logprobs").exp()
     q = torch.cat([sampler, (1 - sampler.sum(-1, keepdim=True)).clamp_min(0)], -1)  # [N, k + 1]
     old = top.detach() if batch.old_logprobs is None else batch.require_column("old_top_logprobs")
@@ -193,13 +206,13 @@ def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correcti
 
 
 def refuse_sequence_ratio(surrogate: Surrogate) -> None:
-    """Raise ValueError for a surrogate whose ratio is that of a whole sequence."""
+    """Raise ValueError for a surrogate that has one ratio for a whole sequence."""
     while isinstance(surrogate, partial):
         surrogate = surrogate.func
     if surrogate in (gspo, gmpo):
         raise ValueError(
-            f"loss: {surrogate.__name__} has one ratio for a whole sequence, of which tokens that were not "
-            "sampled have no part; take ppo, cispo or sapo, or leave score centering out"
+            f"loss: {surrogate.__name__} has one ratio for a whole sequence, and score centering needs a ratio of each "
+            "token; take ppo, cispo or sapo, or leave --algorithm.score-centering out"
         )
 
 
@@ -207,15 +220,15 @@ def refuse_sequence_ratio(surrogate: Surrogate) -> None:
 
 
 def token_mean(batch: TrainBatch) -> tuple[Tensor, float]:
-    """Let every counting token count alike (DAPO, arXiv:2503.14476, section 3.3)."""
+    """Give every counting token the same weight (DAPO, arXiv:2503.14476, section 3.3)."""
     return batch.mask.float(), max(float(batch.mask.sum()), 1.0)
 
 
 def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
-    """Let every episode count alike, its loss being the mean over the tokens of all its sequences; where each episode
-    is one sequence, every sequence counts alike (GRPO, arXiv:2402.03300, equation 3).
+    """Give every episode the same weight: its loss is the mean over the tokens of all its sequences.
 
-    An episode with several sequences, because its context was rewritten, has the same weight as other episodes.
+    Where each episode is one sequence, this is GRPO's mean over sequences (arXiv:2402.03300, equation 3). An episode
+    with several sequences, because its context was rewritten, has the same weight as other episodes.
     """
     lengths = batch.sum_per_episode(batch.sum_per_sequence(batch.mask.float()))
     per_sequence = lengths.clamp_min(1)[batch.number_episodes()]
@@ -223,8 +236,10 @@ def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
 
 
 def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
-    """Divide the sum over each episode's tokens by a constant, for instance the longest completion's length
-    (Dr. GRPO, arXiv:2503.20783)."""
+    """Divide the sum over an episode's tokens by the constant ``tokens``, such as the longest completion's length.
+
+    Source: Dr. GRPO, arXiv:2503.20783.
+    """
     return batch.mask.float(), float(batch.num_episodes * tokens)
 
 
@@ -245,11 +260,12 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum a surrogate's loss, plus ``kl_coef`` times the KL to a reference, less ``entropy_coef`` times the entropy.
 
-    With ``center`` it has the term of ``center_scores``, which reads the sampler's likeliest ids. The correction's
-    factors are those of ``importance_level``, as ``pool_log_ratios`` has it.
-
     A batch without ``old_logprobs`` is the only optimizer step of its rollout; the current logprobs are then the old
     ones. The metric ``loss`` weighs every counting token equally, without ``batch.weights``.
+
+    Args:
+        correction: multiplies the loss of each token by a factor, at ``importance_level`` (``pool_log_ratios``).
+        center: whether to add the term of ``center_scores``, which reads the sampler's likeliest ids.
     """
     mask = batch.mask
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -282,8 +298,11 @@ def policy_loss(
 
 
 def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum ``(value - return)^2 / 2``; with ``clip`` the larger of this and the same with the value clipped to within
-    ``clip`` of the value before the update (PPO's baselines; Engstrom et al., arXiv:2005.12729)."""
+    """Sum ``(value - return)^2 / 2`` over the counting tokens.
+
+    With ``clip``, take the larger of this and the same with the value clipped to within ``clip`` of the value before
+    the update (PPO's baselines; Engstrom et al., arXiv:2005.12729).
+    """
     values, returns, mask = outputs.values, batch.require_column("returns"), batch.mask
     loss = (values - returns).square()
     metrics = {"value_loss": (loss * mask).sum().detach() / 2}
@@ -296,7 +315,7 @@ def value_loss(outputs: ValueOutputs, batch: TrainBatch, *, clip: float = 0.0) -
 
 
 def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum the cross-entropy of the targets that count."""
+    """Sum the cross-entropy of the counting targets."""
     total = -_sum_weighted(outputs.logprobs, batch)
     return total, {"loss": total.detach()}
 

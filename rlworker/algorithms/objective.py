@@ -1,4 +1,4 @@
-"""The functions that a run learns by: those that code passes, and for the rest those that the settings choose."""
+"""Choose the functions that a run learns by: those that code passes, and the algorithm's for the others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,17 +17,18 @@ from rlworker.config.run import RunConfig
 from rlworker.errors import RunError
 
 _CLIPS = dict(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
-"""Clips of a loss of the user's that has parameters for them, where none are set."""
+"""Clips for a user's loss that has parameters for them, where no setting sets them."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The functions that a run learns by, with their settings.
+    """The functions that a run learns by, with their settings bound.
 
     Attributes:
-        advantage, loss, aggregation: as ``Trainer`` takes them. value_loss: of the critic.
-        penalize: adds the penalties of the reward to a batch with logprobs.
-        trains_critic: the advantage returns the critic's targets too.
+        advantage, loss, aggregation: as ``Trainer`` takes them.
+        value_loss: loss of the critic.
+        penalize: adds the penalties of the reward to a batch that has logprobs.
+        trains_critic: whether the advantage also returns the critic's targets.
     """
 
     advantage: AdvantageFn
@@ -38,7 +39,7 @@ class Objective:
     trains_critic: bool = False
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Add penalties, advantages and the critic's returns to a batch with rewards and logprobs."""
+        """Return the batch with penalties and advantages, and with the critic's returns if a critic is trained."""
         batch = self.penalize(batch)
         result = self.advantage(batch)
         if isinstance(result, tuple) != self.trains_critic:
@@ -56,14 +57,14 @@ def make_objective(
     loss: LossFn | None = None,
     aggregation: Aggregation | None = None,
 ) -> Objective:
-    """Choose the functions of a run and give them its settings.
+    """Choose the functions of a run, and bind the settings that they take.
 
     Args:
-        advantage, loss, aggregation: passed by code; each wins over that part of the algorithm, and None takes it.
+        advantage, loss, aggregation: functions from the user's code; None takes the algorithm's.
 
     Raises:
-        ValueError: the user set what a passed function does not take or what the code sets otherwise; the advantage
-            has nothing to compare; or loss and recorded logprobs do not fit together.
+        ValueError: a setting and the user's code contradict each other; the advantage has nothing to compare; or the
+            loss needs logprobs that are not recorded.
     """
     chosen = configure_advantage(config, advantage)
     check_group_size(chosen, config.samples_per_prompt)
@@ -80,10 +81,10 @@ def make_objective(
 
 
 def configure_advantage(config: RunConfig, advantage: AdvantageFn | None = None) -> AdvantageFn:
-    """Choose the advantage, and where a critic is trained give it the critic's settings that its parameters name.
+    """Choose the advantage. If a critic is trained, bind the critic's settings that the advantage has parameters for.
 
     Raises:
-        ValueError: the user set one that the advantage does not take, or that the code sets to another value.
+        ValueError: the user set a value that the advantage does not take, or that the code sets otherwise.
     """
     _refuse_both("advantage", advantage, config.algorithm)
     name = "gae" if config.trains_critic else config.algorithm.parts.advantage
@@ -105,7 +106,7 @@ def check_group_size(advantage: AdvantageFn, samples_per_prompt: int) -> None:
 
 
 def choose_aggregation(config: RunConfig, aggregation: Aggregation | None = None) -> Aggregation:
-    """Choose the weights of tokens; ValueError where both the user and the code do."""
+    """Choose the aggregation, which weighs tokens; ValueError if both the user's settings and the code do."""
     algorithm = config.algorithm
     _refuse_both("aggregation", aggregation, algorithm)
     if aggregation:
@@ -116,16 +117,16 @@ def choose_aggregation(config: RunConfig, aggregation: Aggregation | None = None
 
 
 def configure_loss(algorithm: AlgorithmConfig, importance: Importance = "none", loss: LossFn = policy_loss) -> LossFn:
-    """Give a loss the settings that its keyword parameters name, and ``policy_loss`` the algorithm's surrogate.
+    """Bind the settings that a loss has keyword parameters for, and the algorithm's surrogate in ``policy_loss``.
 
-    Settings of the algorithm's name that are of a surrogate go to its own alone. A loss that takes a ``correction``
-    gets the configured one, where the code sets none.
+    A surrogate of the user's code does not get the clips of the named algorithm. A loss with a parameter ``correction``
+    gets the importance weight of the settings, unless the code binds one.
 
     Args:
         importance: kind of weight, ``RunConfig.importance``.
 
     Raises:
-        ValueError: the user set one that the loss does not take, or that the code sets to another value.
+        ValueError: the user set a value that the loss does not take, or that the code sets otherwise.
     """
     passed, parts = PassedFunction(loss, "loss"), algorithm.parts
     own = dict(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip)
@@ -180,7 +181,7 @@ def _give_correction(passed: PassedFunction, algorithm: AlgorithmConfig, importa
 
 
 def choose_correction(algorithm: AlgorithmConfig, importance: Importance) -> Correction | None:
-    """Choose the correction of a kind, with the bounds that are set; None where there is none."""
+    """Return the function of an importance weight, with the bounds that are set; None for ``none``."""
     if importance == "none":
         return None
     function = cast(Correction, getattr(losses, f"{split_importance(importance)[1]}_importance"))
@@ -189,15 +190,15 @@ def choose_correction(algorithm: AlgorithmConfig, importance: Importance) -> Cor
 
 
 def find_kl_estimate(name: str) -> KlEstimate:
-    """Find the function of an estimate by its name in the settings, ``k1``."""
+    """Return the KL estimate that settings call ``name``, such as ``k1``."""
     return getattr(losses, f"kl_{name}")
 
 
 def penalize_reward(batch: TrainBatch, algorithm: Algorithm, max_tokens: int) -> TrainBatch:
-    """Return the batch with the penalties on its rewards: for length and for KL to the reference.
+    """Return the batch with the algorithm's penalties on rewards: for length, and for KL to the reference.
 
     Args:
-        max_tokens: the longest completion.
+        max_tokens: most tokens of a completion.
     """
     if buffer := round(algorithm.overlong_buffer * max_tokens):
         batch = add_overlong_penalty(batch, max_tokens, buffer)
@@ -207,17 +208,16 @@ def penalize_reward(batch: TrainBatch, algorithm: Algorithm, max_tokens: int) ->
 
 
 def check_centering(loss: LossFn, algorithm: AlgorithmConfig) -> None:
-    """Raise ValueError where ``policy_loss`` centers scores and nothing is recorded for it, or the other way round, or
-    its surrogate cannot be centered. Other losses are not checked.
-    """
+    """Raise ValueError if ``policy_loss`` and ``algorithm.score_centering`` do not fit; other losses pass."""
     passed = PassedFunction(loss, "loss")
     if passed.inner is not policy_loss:
         return
     center, top = passed.bound.get("center", False), algorithm.score_centering
     if center != (top > 0):
         raise ValueError(
-            f"loss: policy_loss has center={center} and algorithm.score_centering={top}, expected both or none; set "
-            "center=True in the loss and --algorithm.score-centering to the number of likeliest tokens"
+            f"loss: your code binds center={center}, which needs {'a number above 0' if center else 0} in "
+            f"--algorithm.score-centering, but algorithm.score_centering is {top}; change that setting, or leave "
+            "center out in the code, so that it follows the setting"
         )
     if center:
         losses.refuse_sequence_ratio(passed.bound.get("surrogate", losses.ppo))
@@ -227,6 +227,6 @@ def _refuse_both(part: str, function: Callable | None, algorithm: AlgorithmConfi
     """Raise ValueError where code passes a part and the user sets it too."""
     if function and (name := getattr(algorithm, part)):
         raise ValueError(
-            f"{part}: the code passes a function, and algorithm.{part} is {name!r}; leave one of them and "
-            f"{option('algorithm', part)} out"
+            f"{part}: the code passes a function, and algorithm.{part} is {name!r}; leave the argument out in the "
+            f"code, or leave {option('algorithm', part)} out"
         )

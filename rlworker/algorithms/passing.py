@@ -1,4 +1,4 @@
-"""Functions that code passes to a run, and the settings that they take by the names of their keyword parameters."""
+"""Functions that a user's code passes to a run, and the settings that they get as keyword arguments."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,13 +11,14 @@ _BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class PassedFunction:
-    """A user's function that gets settings as keyword arguments. A set option that no parameter takes is refused.
+    """A function from the user's code that gets settings as keyword arguments.
 
     Args:
         what: role of the function, for messages: "loss", "advantage".
 
     Attributes:
-        bound: keywords that the code has set by ``partial``. given: keywords that settings have set.
+        bound: keyword arguments that the code has bound by ``functools.partial``.
+        given: keyword arguments that settings have set.
     """
 
     def __init__(self, function: Callable, what: str):
@@ -29,38 +30,44 @@ class PassedFunction:
         self._parameters = signature(inner).parameters
 
     def takes(self, name: str) -> bool:
-        """Tell whether it has a keyword parameter of this name."""
+        """Tell whether the function has a keyword parameter of this name."""
         takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self._parameters.values())
         return takes_any or (name in self._parameters and self._parameters[name].kind in _BY_KEYWORD)
 
     def give(self, name: str, value: Any, key: str, is_set: bool) -> None:
-        """Pass a setting to the parameter ``name``, where the user set it or the parameter has no default.
+        """Give the function a setting as its parameter ``name``, if the user set it or the parameter has no default.
 
         Args:
             key: dotted name of the setting.
+            is_set: whether the user set it.
 
         Raises:
-            ValueError: the user set it, and the function has no parameter of its name, or the code sets another value.
+            ValueError: the user set it, and the function has no such parameter, or the code binds it to another value.
         """
         spelled = option(*key.rsplit(".", 1))
         if name in self.bound:
             if is_set and self.bound[name] != value:
                 raise ValueError(
-                    f"{self.what}: the code sets {name}={self.bound[name]!r}, and {key} is {value!r}; leave out one of "
-                    f"{name} and {spelled}"
+                    f"{self.what}: your code binds {name}={self.bound[name]!r} by functools.partial, and the setting "
+                    f"{key}, which goes to that parameter, is {value!r}; leave {name} out in the code, or leave "
+                    f"{spelled} out"
                 )
         elif not self.takes(name):
             if is_set:
                 raise ValueError(
-                    f"{self.what}: {key} is {value!r}, and the function that was passed does not take it; give it a "
-                    f"keyword parameter {name}, or leave {spelled} out"
+                    f"{self.what}: {key} is {value!r}, and {self.inner!r:.80} from your code has no parameter for it; "
+                    f"give the function a keyword parameter {name}, or leave {spelled} out"
                 )
         elif is_set or (name in self._parameters and self._parameters[name].default is Parameter.empty):
             self.given[name] = value
 
     def give_settings(self, section: str, default: Any, **settings: Any) -> None:
-        """Give it settings of a section by their own names, as ``give``; one of another value than in the ``default``
-        section counts as set by the user."""
+        """Give the function settings of a section as parameters of the same names, as ``give`` does.
+
+        Args:
+            section: name of the section.
+            default: the section with its defaults; a setting that differs from it counts as set by the user.
+        """
         for name, value in settings.items():
             self.give(name, value, f"{section}.{name}", value != getattr(default, name))
 

@@ -1,4 +1,4 @@
-"""The case that a check runs on: sequences of awkward lengths, and images for a model that sees them."""
+"""The case that a check runs on: sequences of awkward lengths, with images for a model that sees them."""
 
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
@@ -19,21 +19,22 @@ from rlworker.data.rows import Row
 
 _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
 _IMAGES = {0: ((1, 3), (5, 8)), 2: ((4, 9), (9, 12)), 6: ((0, 2),)}
-"""Sequence -> where its images are; two lie side by side."""
+"""Number of a sequence -> begin and end of each of its images; two images are adjacent."""
 _IMAGE_COUNTS = (0, 1, 2, 0, 1)
-"""Counts of images that rows have, by turns."""
+"""Number of images of successive rows, in turn."""
 _VIDEO_FRAMES = 3
 _PREFIXES = (3, 1, 5, 0, 2, 0, 4)
 _GROUP_IMAGES = 2
-"""The sequence whose images the group's prompt has too, at its end."""
+"""Number of the sequence whose images are also at the end of the group's prompt."""
 _ALL_COLUMNS, _FEW_COLUMNS = 200, 12
-"""Largest number of tokens of a stream whose influence is probed; a longer stream is probed at as many of them."""
+"""Most tokens of a stream for which the influence of each is probed; and number of tokens that are probed of a longer
+stream."""
 _LONG, _TOKENS = (97, 83, 101, 89), 512
-"""Lengths of further sequences that numbers are compared on, until there are so many tokens."""
+"""Lengths of further sequences for comparisons of numbers, until there are so many tokens."""
 _PROMPT, _GROUP = 40, (69, 40, 48, 55)
-"""Ids of a prompt, and lengths of its samples, which begin with it: one has a single id of its own."""
+"""Number of ids of a prompt, and lengths of its samples with the prompt; one sample has a single id of its own."""
 _SMALL_MODEL = 10**7
-"""Weights up to which all columns are looked for through a whole model."""
+"""Most weights of a model that is probed at all columns."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,14 @@ class Case:
     """Sequences to check with.
 
     Attributes:
-        probe: sequences for the probe of each layer's mask. window_probe: sequences longer than the model's windows.
+        probe: sequences for the probe of each layer's mask.
+        window_probe: sequences that are longer than the model's windows.
         token_probe: sequences for the probe of the whole model, with fewer columns for a large model.
-        batch: the batch whose logprobs and gradients are compared; some sequences are samples of one prompt, which is
-            computed once where prompts are shared. denominator: of its loss.
-        rows: prompts for the rollout engine. others: for each image another image of its size.
+        batch: batch whose logprobs and gradients are compared. Some sequences are samples of one prompt, which is
+            computed once if prompts are shared.
+        denominator: denominator of the batch's loss.
+        rows: prompts for the rollout engine.
+        others: image -> another image of the same size.
     """
 
     probe: ProbeCase
@@ -58,10 +62,10 @@ class Case:
 
 
 def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
-    """Make sequences for a model: longer than its windows, within its positions, some for each data-parallel replica.
+    """Make sequences for a model: longer than its windows, shorter than its positions, some for each replica.
 
     Args:
-        folder: for images.
+        replicas: number of data-parallel replicas. folder: folder for images.
 
     Raises:
         ValueError: the model has too few positions.
@@ -143,8 +147,7 @@ def _save_image(processor: ImageProcessor, path: Path, pixels: np.ndarray, place
 
 
 def make_probe_case(lengths: tuple[int, ...] = _LENGTHS) -> ProbeCase:
-    """Make the sequences to probe masks with: of lengths that begin with ``_LENGTHS``, with images, prefixes and the
-    tokens to change."""
+    """Make the sequences for mask probes: their lengths, images, prefixes, and the tokens to change."""
     blocks = []
     for i, n in enumerate(lengths):
         block = [-1] * n

@@ -1,4 +1,4 @@
-"""``rlworker check``: proof on this machine, of this model and at these parallel sizes, that the numbers are right.
+"""``rlworker check``: proof on this machine that a model's numbers are right at these parallel sizes.
 
 Masks are probed for leaks. Layouts are compared with each other and with HuggingFace, and the rollout's logprobs with
 the trainer's, before and after a weight sync. All checks run through the engines of training.
@@ -23,28 +23,29 @@ from rlworker.rollouts.trajectory import to_batch
 from rlworker.trainers.agreement import compare_logprobs
 
 _AWAY = {"float32": 1000.0, "bfloat16": 5.0}
-"""By how many times the limit other weights move logprobs, on average."""
+"""Multiple of the limit by which other weights must move logprobs on average."""
 _STEPS = 6
-"""Steps after which they must have done so."""
+"""Most gradient steps that may be taken to move logprobs so far."""
 
 
 def run_check(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
-    """Start the engines, run every check once, end the engines.
+    """Start the engines, run every check once, end the engines and return the findings.
 
     Args:
-        tell: called with a line of text at the start of each part.
+        tell: is called with a line of text at the start of each part.
     """
     with start_engines(config, tell) as engines:
         return [*check_all(engines, version=1), *list_platform_limits(get_platform(config.platform))]
 
 
 def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ()) -> list[Finding]:
-    """Run every check, in an order in which a failure explains later ones. New weights are sent as ``version``.
+    """Run every check, in an order in which a failure explains later ones, and return the findings.
 
     A worker that raises makes its check fail, with the error in the finding. Other ranks may still wait for it in a
     collective, so no later check calls several ranks.
 
     Args:
+        version: version under which ``check_weight_sync`` sends new weights; ``version + 1`` is used as well.
         only: names of the checks to run; empty runs all.
     """
     findings: list[Finding] = []
@@ -68,7 +69,7 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send weights of a further optimizer step, compare logprobs of their samples, then send the first weights back."""
+    """Send weights of a further step as ``version``, compare logprobs of samples, and send the first weights back."""
     trainer = engines.trainer
     try:
         moved, target = _move_weights(engines)
@@ -104,7 +105,10 @@ def _move_weights(engines: CheckedEngines) -> tuple[float, float]:
 
 
 def send_weights(engines: CheckedEngines, version: int) -> None:
-    """Send the actor's weights to every rollout engine."""
+    """Send the actor's weights to every rollout engine under check, as version ``version``.
+
+    In a run, ``Trainer.sync_weights`` does this, and raises the version itself.
+    """
     engines.actor.call(TrainWorker.sync_weights, engines.rollouts.workers, version, BUCKET_BYTES)
 
 

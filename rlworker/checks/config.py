@@ -36,14 +36,17 @@ class CheckConfig:
     def __post_init__(self):
         check_types("check", self)
         if self.tiny != "qwen2" and (self.model or self.self_test):
-            raise ValueError("check: tiny names the model that is made where none is given; leave it out")
+            raise ValueError(
+                "check: --tiny chooses the model that is made if none is named, and a model is named or --self-test "
+                "makes its own; leave --tiny out"
+            )
         types = {self.actor.dtype, self.rollout.dtype}
         if self.self_test and (not self.huggingface or types != {"float32"}):
             raise ValueError(
-                "check: the self-test's faults show in float32 and against HuggingFace; leave out --no-huggingface and "
-                "--*.dtype"
+                "check: the faults of --self-test show only in float32 and against HuggingFace; leave out "
+                "--no-huggingface, --actor.dtype and --rollout.dtype"
             )
 
     def check_model(self) -> ModelSpec:
-        """Check the model against both engines and return its spec, as ``check_engines``."""
+        """Check the model with ``check_engines`` against both engines, and return its spec."""
         return check_engines(self.model, self.platform, self.actor, self.rollout)

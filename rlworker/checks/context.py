@@ -1,4 +1,4 @@
-"""The engines under check, of one model at one size."""
+"""The engines under check: one model at one set of sizes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,12 +19,18 @@ from rlworker.cluster.workers import Role
 
 _PROBES = "engines.probes.megatron:"
 _FLOOR, _MOST = 5.0, 0.5
-"""In bfloat16 rollout and trainer may differ by so many times HuggingFace's own rounding, and by so many nats."""
+"""In bfloat16, the limit on rollout - trainer logprob: this multiple of HuggingFace's own rounding, and at most so many
+nats."""
 
 
 @dataclass(frozen=True)
 class CheckedEngines:
-    """The engines under check: the ranks that train, as a ``CheckedTrainer``, and the rollout engines."""
+    """The engines under check.
+
+    Attributes:
+        config: settings of the check.
+        trainer: checks of the training ranks. actor: the training ranks. rollouts: the rollout engines.
+    """
 
     config: CheckConfig
     trainer: CheckedTrainer
@@ -33,7 +39,8 @@ class CheckedEngines:
 
     @property
     def rollout_limits(self) -> tuple[float, float, float]:
-        """Limits of rollout - trainer logprob, as ``LIMITS`` has them, by the coarser dtype of both."""
+        """Limits of rollout - trainer logprob by the coarser dtype: mean absolute difference, absolute mean,
+        maximum."""
         mean, bias, largest = LIMITS["float32" if self.is_exact else "bfloat16"]["rollout"]
         reference = self.trainer.reference
         if self.config.actor.dtype == "bfloat16" and reference and reference.rounding:
@@ -42,7 +49,7 @@ class CheckedEngines:
 
     @property
     def is_exact(self) -> bool:
-        """Trainer and rollout engine both compute in float32."""
+        """Tell whether trainer and rollout engines both compute in float32."""
         return {self.config.actor.dtype, self.config.rollout.dtype} == {"float32"}
 
 
@@ -50,10 +57,11 @@ class CheckedEngines:
 def start_engines(
     config: CheckConfig, tell: Callable[[str], None], rollouts: Rollouts | None = None
 ) -> Iterator[CheckedEngines]:
-    """Start the engines, after HuggingFace has computed: memory may not have room for both.
+    """Start the engines in this context. HuggingFace computes before: memory may not have room for both.
 
     Args:
-        tell: called with a line of text at the start of each part. rollouts: engines that run already.
+        tell: is called with a line of text at the start of each part.
+        rollouts: rollout engines that run already; None starts them.
     """
     model = config.check_model()
     temperature = config.rollout.temperature
@@ -63,8 +71,8 @@ def start_engines(
         longest = max(len(row.prompt_ids) for row in case.rows) + config.rollout.max_new_tokens
         if longest > config.rollout.max_model_len:
             raise ValueError(
-                f"check: prompts with images and their answers take up to {longest} tokens; raise "
-                f"--rollout.max-model-len from {config.rollout.max_model_len}"
+                f"check: prompts with images and their answers have up to {longest} tokens, expected at most "
+                f"rollout.max_model_len={config.rollout.max_model_len}; raise --rollout.max-model-len"
             )
         reference = None
         if config.huggingface:

@@ -1,7 +1,7 @@
-"""HuggingFace's own computation, one sequence at a time: the reference of layouts, masks and parallel sizes.
+"""HuggingFace's computation, one sequence at a time: the reference for layouts, masks and parallel sizes.
 
-``rlworker check`` and the tests compare the engines with it. It is itself compared with a second oracle, transformers'
-own loss of one label at a time, in ``tests/rlworker/checks/test_reference.py``.
+``rlworker check`` and the tests compare the engines with it. ``tests/rlworker/checks/test_reference.py`` compares it in
+turn with transformers' own loss, one label at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Arguments = Callable[[TrainBatch], dict[str, Tensor]]
-"""A function that makes the arguments that transformers' forward is given of a sequence beside its ids."""
+"""A function of a sequence that returns the arguments for transformers' forward in addition to the ids."""
 
 _SCORES_AT_ONCE = 2**25
 """Number of logits that are scored together; scoring takes several times their memory."""
 _LEAST_NORM = 1e-3
-"""Share of the largest gradient's norm that a tensor's difference is at least held against: softmax takes no notice of
-a bias that all keys share, so that its gradient is rounding alone."""
+"""Share of the largest gradient's norm by which a tensor's difference is at least divided: softmax ignores a bias that
+all keys share, so that its gradient is rounding alone."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """HuggingFace's own model in the engine's type, by its distance from the reference.
+    """The rounding error of HuggingFace's own model in the engine's dtype: its distance from the float64 reference.
 
     Attributes:
-        outputs: as ``Reference.compare_outputs``. hidden: layer number -> as ``Reference.compare_hidden``.
-        gradient: the largest of ``Reference.compare_gradient``.
+        outputs: result of ``Reference.compare_outputs``.
+        hidden: layer number -> result of ``Reference.compare_hidden``.
+        gradient: largest result of ``Reference.compare_gradient``.
     """
 
     outputs: dict[str, float]
@@ -68,16 +69,16 @@ class Reference:
     rounding: Rounding | None = None
 
     def compare_outputs(self, outputs: TokenOutputs) -> dict[str, float]:
-        """Compare outputs with these, by ``compare_outputs``."""
+        """Compare an engine's outputs with the reference, by ``compare_outputs``."""
         return compare_outputs(outputs, TokenOutputs(self.logprobs, self.entropy))
 
     def compare_hidden(self, number: int, states: Tensor) -> float:
-        """Compare a layer's hidden states: the largest difference, as a share of the token's norm."""
+        """Return the largest difference of a layer's hidden states, relative to the norm of the token's state."""
         want = self.hidden[number]
         return float(((states.float() - want).norm(dim=1) / want.norm(dim=1)).max())
 
     def compare_gradient(self, name: str, gradient: Tensor) -> float:
-        """Compare the gradient of a tensor: the norm of the difference, as a share of the norm."""
+        """Return the norm of a gradient's difference from the reference, relative to the norm of the reference."""
         want = self.gradients[name]
         return float((gradient.float() - want).norm() / want.norm().clamp(min=self._least_norm))
 
@@ -87,8 +88,12 @@ class Reference:
 
 
 def compare_outputs(a: TokenOutputs, b: TokenOutputs) -> dict[str, float]:
-    """Compare outputs of the same tokens: mean and largest difference of a logprob and of an entropy, in nats; NaN
-    where one is NaN or they are not equally many."""
+    """Compare outputs of the same tokens, in nats.
+
+    Returns:
+        ``logprob mean``, ``logprob max``, ``entropy mean`` and ``entropy max`` of the absolute differences; NaN where a
+            value is NaN or the numbers of tokens differ.
+    """
     found = {}
     for name, x, y in (("logprob", a.logprobs, b.logprobs), ("entropy", a.entropy, b.entropy)):
         apart = (x.double() - y.double()).abs() if x.shape == y.shape else torch.tensor([torch.nan])
@@ -105,11 +110,13 @@ def compute_reference(
     dtype: torch.dtype = torch.float32,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Reference:
-    """Compute the reference of a batch for a model, read from its HuggingFace folder, in float64.
+    """Compute the float64 reference of a batch with HuggingFace's model, or a float32 one where memory is short.
 
     Args:
-        dtype: the engine's, in which HuggingFace computes once more, for ``Reference.rounding``.
-        tell: called with a line of text at the start of each pass.
+        spec: the model. batch: the batch. loss, denominator: the gradients are of ``sum(loss) / denominator``.
+        temperature: the logits are divided by it.
+        dtype: the engine's dtype, in which HuggingFace computes a second time for ``Reference.rounding``.
+        tell: is called with a line of text at the start of each pass.
     """
 
     def compute(dtype: torch.dtype) -> Reference:
@@ -167,7 +174,7 @@ class _Doubling(TorchFunctionMode):
 
 @contextmanager
 def computing_in_double() -> Iterator[None]:
-    """Compute all of a float64 model in float64: transformers casts norms, rotary embeddings and softmax to float32."""
+    """Compute everything in float64 in this context: transformers casts norms, rotation and softmax to float32."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -178,7 +185,7 @@ def computing_in_double() -> Iterator[None]:
 
 
 def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """Load transformers' own model from a folder, with attention that writes out every weight ``[b, h, s, s]``."""
+    """Load transformers' model from a folder, with eager attention, which forms every weight ``[b, h, s, s]``."""
     import transformers
 
     model_class = getattr(transformers, spec.architecture)
@@ -188,10 +195,13 @@ def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "Pr
 def iterate_logits(
     model: "PreTrainedModel", batch: TrainBatch, arguments: Arguments = lambda one: {}
 ) -> Iterator[tuple[TrainBatch, Tensor]]:
-    """Run a model on one sequence after another, so that there is nothing to pad, to pack or to split.
+    """Run a model on one sequence at a time, so that there is nothing to pad, pack or split.
+
+    Args:
+        arguments: returns the image arguments of a sequence.
 
     Yields:
-        each sequence that has an input, as a batch of its own, and its logits ``[n, vocab]``; of a critic ``[n, 1]``.
+        each sequence that has an input, as a batch, and its logits ``[n, vocab]``, or ``[n, 1]`` for a critic.
     """
     for i in range(len(batch)):
         one = batch.select(i, i + 1)
@@ -202,9 +212,13 @@ def iterate_logits(
 def score_tokens(
     logits: Tensor, targets: Tensor, banned: tuple[int, ...] = (), temperature: float = 1.0
 ) -> TokenOutputs:
-    """Score targets ``[n]`` by ``softmax(logits / temperature)`` over the tokens that are not banned.
+    """Return logprobs and entropies ``[n]`` by ``softmax(logits / temperature)`` over the tokens that are not banned.
 
-    A banned target has logprob 0, as in the engines: it never counts. In float32, of float64 logits in float64.
+    A banned target has logprob 0, as in the engines, since it never counts. The result is float32, or float64 for
+    float64 logits.
+
+    Args:
+        logits: ``[n, vocab]``. targets: ``[n]`` ids. banned: ids that have no probability.
     """
     never = torch.tensor(banned, dtype=torch.long)
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
@@ -221,13 +235,13 @@ def score_tokens(
 
 
 def probe_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum ``-(advantage * logprob + 0.1 * entropy)`` over the tokens that count: its gradient differs at each."""
+    """Sum ``-(advantage * logprob + 0.1 * entropy)`` over counting tokens, so that all gradients differ."""
     terms = -(batch.require_column("advantages") * outputs.logprobs + 0.1 * outputs.entropy) * batch.mask
     return terms.sum(), {"loss": terms.sum().detach()}
 
 
 def make_image_arguments(spec: ModelSpec) -> Arguments:
-    """Make the function that returns the image arguments of a sequence; empty for a model without a vision tower."""
+    """Return a function that makes the image arguments of a sequence for transformers; empty without vision."""
     if not (vision := spec.vision):
         return lambda one: {}
     processor, by_rule = ImageProcessor(spec.folder, vision), any(rule.images for rule in spec.rules)

@@ -41,8 +41,10 @@ class Plan:
     """The plan of a run.
 
     Attributes:
-        batch: sizes of a step, label -> value. needs: memory of the largest rank of each stage and of a rollout engine.
-        padding: share of the trainer's slots without a token. sees: the model takes images.
+        batch: label -> value, sizes of a step.
+        needs: memory of the largest rank of each stage, and of a rollout engine.
+        padding: share of the trainer's slots without a token.
+        sees: whether the model takes images.
     """
 
     batch: dict[str, str]
@@ -52,11 +54,11 @@ class Plan:
 
 
 def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str, bool]:
-    """Return the plan of a recipe as text, and whether it fits into memory.
+    """Plan a recipe, and return the plan as text and whether it fits into memory.
 
     Args:
-        recipe: a module's name or a file's path; its settings are in ``DEFAULT``. settings: options of its command
-            line.
+        recipe: name of a module or path of a file, which has its settings in ``DEFAULT``.
+        settings: options of the recipe's command line.
         memory_gb: memory of the device of each process; 0 takes this machine's memory for all processes together.
 
     Raises:
@@ -65,7 +67,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     default = _import_default(recipe)
     config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
     if not config.model:
-        raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, of which config.json is read")
+        raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, a folder with config.json")
     models = {}
     for role, folder in config.models.items():
         folder = find_model(folder, files=["config.json"])
@@ -95,15 +97,15 @@ def _import_default(recipe: str) -> Config:
         place = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"plan: importing {recipe!r} failed: {reason}, at {place.filename}:{place.lineno}; mend it, and keep what "
-            'starts a run under if __name__ == "__main__"'
+            f"plan: importing {recipe!r} failed: {reason}, at {place.filename}:{place.lineno}; correct it, and keep "
+            'what starts a run under if __name__ == "__main__"'
         ) from None
     default = getattr(module, "DEFAULT", None)
     if not isinstance(default, Config):
         state = f"is a {type(default).__name__}" if hasattr(module, "DEFAULT") else "is not there"
         raise ValueError(
-            f"plan: {recipe!r} must have its settings as DEFAULT, a RunConfig or SftConfig, but that {state}; add such "
-            "as DEFAULT = RunConfig()"
+            f"plan: {recipe!r} must have its settings as DEFAULT, a RunConfig or SftConfig, but DEFAULT {state}; add "
+            "a line such as DEFAULT = RunConfig()"
         )
     return default
 
@@ -138,7 +140,7 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     """Plan a run.
 
     Args:
-        models: of each role of ``config.models``, from ``config.json`` alone.
+        models: role -> model, for each role of ``config.models``; ``config.json`` alone suffices.
     """
     batch = _describe_rl_batch(config) if isinstance(config, RunConfig) else _describe_supervised_batch(config)
     batch |= _describe_cut(config)
@@ -199,12 +201,12 @@ def _describe_sharing(config: Config, model: ModelSpec) -> dict[str, str]:
 
 
 def list_misfits(plan: Plan, memory_gb: float) -> list[Need]:
-    """List the processes that do not fit on a device of their own."""
+    """List the processes that need more than ``memory_gb`` on their device."""
     return [need for need in plan.needs if need.total > memory_gb * GB]
 
 
 def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float) -> str:
-    """Find the settings under which the trainers fit with the fewest changes; empty where no tried setting fits."""
+    """Find the options with which the trainers fit, with the fewest changes; empty if no tried setting fits."""
     actor = config.actor
     recompute = dict.fromkeys((actor.recompute, "full"))
     tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
@@ -234,7 +236,7 @@ def _list_changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Spell the plan as a text."""
+    """Write the plan as text."""
     width = max(len(label) for label in plan.batch)
     lines = [f"{label.ljust(width)}  {value}" for label, value in plan.batch.items()]
     lines.append(f"{'padding'.ljust(width)}  about {100 * plan.padding:.1f} % of the trainer's slots, at even lengths")

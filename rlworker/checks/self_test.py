@@ -1,4 +1,4 @@
-"""``rlworker check --self-test``: the check itself is checked, with faults that it must find."""
+"""``rlworker check --self-test``: test the check itself with faults that it must find."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,11 +22,11 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     """Run the checks without a fault, then plant each fault of ``engines.probes.faults`` and run the check for it.
 
     Args:
-        config: settings of the check; with a model, only faults that show on it are planted. Its sizes, layout and
-            sharing are not used: faults show on one rank, or on two under context parallelism, in packs that share
-            prompts where the platform honours packs, and on engines of one device, in their own process.
-        folder: folder for tiny models, where no model is given.
-        tell: called with a line of text after every fault.
+        config: settings of the check; with a model, only faults that show on it are planted. The parallel sizes, layout
+            and sharing are not used: faults show on one rank, or on two under context parallelism, in packs that share
+            prompts if the platform has packs, and on rollout engines of one device.
+        folder: folder for tiny models, if no model is given.
+        tell: is called with a line of text after every fault.
 
     Returns:
         a finding for each fault, and the failures of the check without a fault.

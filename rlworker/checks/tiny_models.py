@@ -1,4 +1,4 @@
-"""Tiny models of random weights, made where no real one is at hand: to check with, and to try recipes with."""
+"""Make tiny models of random weights, to check with and to try recipes with where there is no real model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # the kinds are named by settings, which are read before anyt
 TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3", "internvl"]
 TinyText = Literal["qwen2", "mistral", "phi3"]
 Tiny = Literal[TinyText, TinyVlm]
-"""HF model_type of a tiny model."""
+"""HuggingFace model_type of a tiny model."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-"""Qwen's names for the tokens of images: start, image, end, video."""
+"""Qwen's tokens for images: start, image, end and video."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LANGUAGE: dict[str, Any] = dict(
@@ -63,7 +63,7 @@ del _INTERN_VISION["vision_use_head"]
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 _PATCH, _MERGE = 14, 2
 _FULL_FRAMES = 4
-"""Frames of a video that may each have as many pixels as an image."""
+"""Number of video frames that may each have as many pixels as an image."""
 _TIME_CHARACTERS = "<.0123456789> second"
 _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen2_5_vl": ((r"^model\.visual\.", "visual."),),
@@ -80,17 +80,18 @@ LARGE_WEIGHTS = {"initializer_range": 0.08}
 
 
 def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
-    """Save a tiny model with weights large enough that a wrong weight changes its outputs."""
+    """Save a tiny model and return its folder. Its weights are so large that a wrong weight changes the outputs."""
     if kind in _TEXT:
         return make_tiny_text(folder, kind, 131, **_TEXT[kind])
     return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
 
 
 def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
-    """Save a language model alone, without a tokenizer. Its weights are large enough that a wrong one would show.
+    """Save a tiny language model without a tokenizer and return its folder. A wrong weight changes its outputs.
 
     Args:
-        family: HF model_type. settings: of its config that differ.
+        family: HuggingFace model_type. vocab: number of tokens.
+        tied: whether input and output embeddings are the same. settings: settings of the config that differ.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,8 +102,8 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:
-    """Make a tokenizer of an end token, 0, the tokens of images, from ``first + 1`` on, newlines, and the characters
-    that the times of videos are written in; it has no others."""
+    """Make a tokenizer of an end token (id 0), image tokens (ids from ``first + 1``), newlines, and the characters of
+    video times. It has no other tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -128,11 +129,14 @@ def make_tiny_vlm(
     pixels: tuple[int, int] = (28 * 28, 28 * 28 * 64),
     apart: float = 0.1,
 ) -> str:
-    """Save a vision-language model with its tokenizer, which has ``IMAGE_TOKENS``, and its image processor.
+    """Save a vision-language model with its tokenizer and image processor, and return the folder.
 
     Args:
-        language, vision: settings of both towers that differ. pixels: fewest and most of an image.
-        apart: how far biases and norms, which are born alike, are moved from there: a swapped pair would go unseen.
+        tokenizer: must have ``IMAGE_TOKENS``. vocab: number of tokens.
+        tied: whether input and output embeddings are the same.
+        language, vision: settings of the two towers that differ.
+        pixels: least and most pixels of an image.
+        apart: size of random changes to biases and norms, which are equal when new: a swapped pair would go unseen.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -313,7 +317,12 @@ def _seed(seed: int) -> None:
 
 
 def save_apart(model: PreTrainedModel, folder: str | Path, apart: float = 0.1) -> str:
-    """Save a fresh model, its biases and norms moved apart: they are born alike, and a swapped pair would go unseen."""
+    """Save a new model with random changes to its biases and norms, which are equal when new: a swapped pair would go
+    unseen.
+
+    Args:
+        apart: standard deviation of the changes.
+    """
     import torch
 
     with torch.no_grad():

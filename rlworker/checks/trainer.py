@@ -1,6 +1,6 @@
-"""Checks of the training engine: masks, layouts and gradients, on ranks anywhere.
+"""Checks of a training engine's masks, layouts and gradients.
 
-Nothing here needs Ray or a rollout engine: ``rlworker check`` makes these checks over the ranks that it starts, and
+Nothing here needs Ray or a rollout engine: ``rlworker check`` runs these checks on ranks that it starts, and
 ``scripts/device_check.py`` in its own process.
 """
 
@@ -36,17 +36,18 @@ RULES = (
     Rule(prefix=True),
     Rule(causal=False),
 )
-"""Rules to probe with; of the images, one is longer than the window."""
+"""Rules to probe with; one of the images is longer than the window."""
 _JUMP = 5.0
-"""A layer at which the difference grows by this factor is where it comes from."""
+"""Factor by which the difference grows at the layer that causes it."""
 _FACTORS = {"float32": 4.0, "bfloat16": 2.0}
-"""By the type of weights: how far ours may be from float64, next to HuggingFace in that type; means and gradients."""
+"""dtype -> most that ours may differ from float64, as a multiple of HuggingFace's difference in that dtype, for means
+and gradients."""
 _LARGEST = 4.0
-"""The same of the largest difference of a token."""
+"""The same multiple for the largest difference of a token."""
 _LEAST_APART = 1e-6
-"""Share of a gradient's norm by which any two sums differ: more than that is allowed to ours."""
+"""Share of a gradient's norm by which any two sums differ: our limit is higher by this."""
 _GRADIENTS_AT_ONCE = 2**26
-"""Elements of gradients that come from the ranks together."""
+"""Number of gradient elements that ranks return at a time."""
 LIMITS = {
     "float32": {"logprobs": 1e-4, "gradients": 1e-4, "layers": 1e-6, "rollout": (2e-5, 1e-5, 5e-3)},
     "bfloat16": {"logprobs": 0.2, "gradients": 0.1, "layers": 1e-2, "rollout": (0.05, math.inf, math.inf)},
@@ -59,11 +60,12 @@ has both signs, so the absolute mean finds a bias."""
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One row of the report.
 
     Attributes:
-        check: name of the check. where: layout, rule, engine.
-        outcome: "refused" means that the capability table refuses the case: nothing was run, and nothing is wrong.
+        check: name of the check. where: layout, rule or engine.
+        outcome: "ok", "FAILED", or "refused" if the capability table refuses the case: then nothing was run, and
+            nothing is wrong.
         text: the result in words. evidence: level of proof (``Platform.evidence``), or "table".
     """
 
@@ -79,12 +81,13 @@ class CheckedTrainer:
     """A training engine under check, with the sequences and references of the check.
 
     Attributes:
-        platform: its name. settings: of the engine.
+        platform: name of the platform. settings: settings of the engine. model: the model.
+        case: the sequences. reference: HuggingFace's numbers; None without them.
         call_ranks: ``call_ranks(name, *args)`` calls a function of ``engines.probes.megatron`` on every rank and
             returns the result of each rank.
-        ends_early: stop probing masks at the first rule with a wrong mask. A wrong mask may cover a whole pack, which
-            takes quadratic time.
-        tell: called with a line of text at the start of each part.
+        ends_early: whether to stop probing masks at the first rule with a wrong mask. A wrong mask may cover a whole
+            pack, which takes quadratic time.
+        tell: is called with a line of text at the start of each part.
     """
 
     platform: str
@@ -98,30 +101,30 @@ class CheckedTrainer:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The limits of differences for the engine's dtype."""
+        """Limits of differences for the engine's dtype, from ``LIMITS``."""
         return LIMITS[self.settings.dtype]
 
     @property
     def kinds(self) -> tuple[LayoutKind, ...]:
-        """The layouts in which its platform honours the model."""
+        """The layouts in which the platform can compute all rules of the model."""
         return list_kinds(self.platform, self.settings, self.model)
 
     def list_comparisons(self) -> list[tuple[str, Reference]]:
-        """List the layouts to compare with HuggingFace, each with HuggingFace's numbers; empty where it did not run."""
+        """List the layouts to compare with HuggingFace, each with HuggingFace's numbers; empty without them."""
         return [(kind, self.reference) for kind in self.kinds if self.reference]
 
     def compute_outputs(self, kind: str, batch: TrainBatch | None = None) -> TokenOutputs:
-        """Compute the outputs of the whole batch, or of one like it, which every replica computes."""
+        """Compute the outputs of ``batch``, or of the case's batch, in layout ``kind``. Every replica computes all."""
         outputs = self.call_ranks("compute_outputs", kind, batch or self.case.batch)
         return next(part for part in outputs if part is not None)
 
     def make_finding(self, check: str, where: str, passed: bool, text: str) -> Finding:
-        """Make a line of the report, with the platform's evidence."""
+        """Return a row of the report, with the platform's level of proof as evidence."""
         return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(self.platform).evidence)
 
 
 def list_kinds(platform: str, settings: MegatronConfig, model: ModelSpec) -> tuple[LayoutKind, ...]:
-    """List the layouts in which a platform honours every rule of a model."""
+    """List the layouts in which a platform can compute every rule of a model."""
     backends, kinds = get_platform(platform).attention_backends, []
     for kind in KINDS:
         with suppress(ValueError):
@@ -132,7 +135,7 @@ def list_kinds(platform: str, settings: MegatronConfig, model: ModelSpec) -> tup
 
 
 def list_platform_limits(platform: Platform) -> list[Finding]:
-    """List the subjects that the platform does not cover, as the last line of the report."""
+    """Return the last row of the report, which names what the platform does not cover; empty if nothing."""
     covered = Finding("platform", platform.name, "ok", describe(platform), platform.evidence)
     return [covered] if platform.not_covered else []
 
@@ -141,7 +144,7 @@ def list_platform_limits(platform: Platform) -> list[Finding]:
 
 
 def check_attention(trainer: CheckedTrainer) -> list[Finding]:
-    """Check every rule that the platform honours, through each layer's core attention."""
+    """Check every rule that the platform supports, through each layer's core attention."""
     findings = []
     backends = get_platform(trainer.platform).attention_backends
     for kind in KINDS:
@@ -164,7 +167,7 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
-    """Check the influence of tokens on each other through the whole model, from token ids to entropies."""
+    """Check which tokens influence each other through the whole model, from token ids to entropies."""
     findings = []
     for kind in trainer.kinds:
         trainer.tell(f"tokens: {kind}")
@@ -177,8 +180,10 @@ def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
 
 
 def check_images(trainer: CheckedTrainer) -> list[Finding]:
-    """Check the influence of pixels: another image changes outputs from its first token on, in its own sequence alone,
-    and does not change the features of other images in the tower."""
+    """Check the influence of pixels: another image changes outputs from its first token on, in its own sequence alone.
+
+    In the vision tower it must not change the features of other images.
+    """
     findings, batch, others = [], trainer.case.batch, trainer.case.others
     if not others:
         return []
@@ -251,7 +256,7 @@ def _judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bo
 
 
 def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Reference) -> str:
-    """Name the first layer with another output than HuggingFace's, in words."""
+    """Describe the first layer whose output differs from HuggingFace's."""
     states = {
         n: hidden
         for part in trainer.call_ranks("hidden_states", kind, trainer.case.batch)
@@ -268,7 +273,7 @@ def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Referen
 
 
 def check_gradients(trainer: CheckedTrainer) -> list[Finding]:
-    """Check gradients of a loss that differs at every token, against HuggingFace; each tensor by its own norm."""
+    """Check the gradients of ``probe_loss`` against HuggingFace, each tensor relative to its norm."""
     findings = []
     for kind, reference in trainer.list_comparisons():
         trainer.tell(f"gradients: {kind}")
@@ -312,4 +317,4 @@ TRAINER_CHECKS = {
     "layouts": check_layouts,
     "gradients": check_gradients,
 }
-"""Name -> ``check(trainer)``, in the order in which one explains the next."""
+"""Name -> ``check(trainer)``, ordered so that a failure explains later ones."""

@@ -1,4 +1,4 @@
-"""Device slots of rollout engines that take turns with trainer ranks on the same devices."""
+"""Choose the devices of rollout engines that take turns with trainer ranks on the same devices."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,19 +9,20 @@ from rlworker.errors import RunError
 
 
 def list_engine_slots(ranks: Sequence[DeviceSlot], engines: int, devices: int) -> list[DeviceSlot]:
-    """List the device slots for rollout engines on the devices of trainer ranks.
+    """Divide the devices of trainer ranks into device slots for rollout engines.
 
-    A node's devices are taken in their own order. Which rank has which may change at a restart, and a new engine must
-    find the devices of the lost one.
+    The devices of a node are taken in their own order. Which rank has which device may change at a restart, and a new
+    engine must find the devices of the lost one.
 
     Args:
-        ranks: the device slot of each. devices: of an engine.
+        ranks: device slot of each rank.
+        engines: number of engines. devices: number of devices of an engine.
 
     Returns:
-        at least ``engines`` of them, each within a node.
+        at least ``engines`` device slots, each on one node.
 
     Raises:
-        RunError: the ranks' nodes do not hold so many.
+        RunError: the ranks' nodes have too few devices for them.
     """
     device_slots = []
     for node in dict.fromkeys(rank.node for rank in ranks):
@@ -32,18 +33,22 @@ def list_engine_slots(ranks: Sequence[DeviceSlot], engines: int, devices: int) -
     if len(device_slots) < engines:
         counts = Counter(rank.node for rank in ranks).values()
         raise RunError(
-            f"placement: {engines} rollout engines of {devices} devices are to share those of the actor, and its nodes "
-            f"hold {len(device_slots)} of them (devices on each: {', '.join(map(str, counts))}); lower "
-            "--rollout.engines or --rollout.tp, or leave --placement.colocate out"
+            f"placement: {engines} rollout engines of {devices} devices each are to share the actor's devices, but the "
+            f"actor's nodes have room for {len(device_slots)} such engines (devices on each node: "
+            f"{', '.join(map(str, counts))}); lower --rollout.engines or --rollout.tp, or leave --placement.colocate "
+            "out"
         )
     return device_slots
 
 
 def choose_device_slot(index: int, device_slots: Sequence[DeviceSlot], held: Iterable[DeviceSlot]) -> DeviceSlot:
-    """Choose a device slot for engine ``index`` that overlaps with no held one; its own comes first.
+    """Choose a device slot for engine ``index`` that shares no device with ``held``, preferably number ``index``.
+
+    Args:
+        device_slots: result of ``list_engine_slots``. held: device slots of the other engines.
 
     Raises:
-        RunError: there is none.
+        RunError: no device slot is free.
     """
     held = list(held)
     for device_slot in (device_slots[index], *device_slots):
@@ -51,6 +56,6 @@ def choose_device_slot(index: int, device_slots: Sequence[DeviceSlot], held: Ite
         if set(device_slot.devices).isdisjoint(here):
             return device_slot
     raise RunError(
-        f"placement: other rollout engines are on the devices of the actor's ranks, which leaves none to rollout "
-        f"engine {index}; start the run again with --resume"
+        f"placement: other rollout engines hold all devices of the actor's ranks, so that rollout engine {index} finds "
+        "none; start the run again with --resume"
     )

@@ -1,6 +1,6 @@
-"""Checks before a run's first step, on every node: its model, its run folder, its images, its code and packages.
+"""Checks of every node before a run's first step: models, run folder, images, code and packages.
 
-Without torch: a node answers before anything heavy is imported there.
+The module does not import torch, so that a node answers before anything heavy is imported there.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.errors import RunError
 
 _ANSWER_S = 300.0
-"""Seconds that a node may take to look, which includes the start of a process there."""
+"""Seconds that a node may take to answer, which includes the start of a process there."""
 _DOWNLOAD_S = 7200.0
-"""The same where it may have to download a model of the hub first."""
+"""Seconds that a node may take to answer if it may have to download a model of the hub first."""
 _PACKAGES = ("torch", "megatron-core", "vllm", "ray", "transformers", "numpy")
 _CODE = ("rlworker", "engines", "hardware")
 _REMEDY = "let every node see the same folders at the same paths and install the same packages, then begin again"
@@ -32,11 +32,11 @@ _REMEDY = "let every node see the same folders at the same paths and install the
 
 @dataclass(frozen=True)
 class Needs:
-    """Things that a node is asked about.
+    """The files that a node must see.
 
     Attributes:
-        models: folders of models. images: folders that hold the images of rows.
-        token: a file in the run folder, which every node reads and beside which it writes.
+        models: folders of models. images: folders with images of rows.
+        token: a file in the run folder that every node reads, and beside which it writes a file.
     """
 
     models: tuple[str, ...]
@@ -45,10 +45,14 @@ class Needs:
 
 
 def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> None:
-    """Check that every node of the cluster sees the files, packages and code of the driver. One node always does.
+    """Check that every node of the cluster sees the same files, packages and code as the driver. It returns at once if
+    there is one node.
+
+    Args:
+        models: folders of models. images: folders with images of rows. run_dir: the run folder.
 
     Raises:
-        RunError: a node lacks something or has another; the message names each node and thing.
+        RunError: a node lacks something or has something else; the message names each node and thing.
     """
     nodes = list_nodes()
     if len(nodes) == 1:
@@ -73,7 +77,7 @@ def check_nodes(models: Sequence[str], images: Sequence[str], run_dir: Path) -> 
 
 
 def look(needs: Needs) -> dict[str, str]:
-    """Describe the models, files and packages of this node: a line of text each, equal where they are equal."""
+    """Describe models, files and packages of this node: name -> line of text, equal where the thing is equal."""
     seen = {f"model {folder!r}": _describe_model(folder) for folder in needs.models}
     seen |= {f"image folder {folder!r}": _describe_entry(Path(folder)) for folder in needs.images}
     seen |= {f"run folder {str(Path(needs.token).parent)!r}": _try_folder(Path(needs.token))}

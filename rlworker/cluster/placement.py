@@ -1,4 +1,4 @@
-"""Placement of a run's workers: devices that belong together into one node, nodes in the order of their addresses."""
+"""Placement of a run's workers: devices that belong together go to one node; nodes are filled by address."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,11 @@ from rlworker.errors import RunError
 
 @dataclass(frozen=True)
 class RayNode:
-    """A machine as Ray has it.
+    """A node of Ray's cluster.
 
     Attributes:
-        name: Ray's id of it. resources: all that it offers.
+        name: Ray's id of the node. address: the node's IP address. resources: name -> amount of all that the node
+            offers.
     """
 
     name: str
@@ -27,11 +28,12 @@ class RayNode:
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """Workers that are placed together.
+    """A request to place workers.
 
     Attributes:
-        who: their name in messages. workers: how many. devices: of each.
-        together: consecutive workers that must lie in one node, as a tensor-parallel group must.
+        who: name of the workers in messages. platform: name of the platform.
+        workers: number of workers. devices: number of devices of each worker.
+        together: number of consecutive workers that must be on one node, as a tensor-parallel group must.
     """
 
     who: str
@@ -43,10 +45,10 @@ class ResourceRequest:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """A place on one node that is given beside Ray, which counts nothing there.
+    """Devices on one node that are assigned without Ray, which does not count them.
 
     Attributes:
-        node: Ray's id of it. devices: by the names that its processes see them by; empty on a CPU.
+        node: Ray's id of the node. devices: names by which processes see the devices; empty on a CPU.
     """
 
     node: str
@@ -54,7 +56,7 @@ class DeviceSlot:
 
 
 def list_nodes() -> list[RayNode]:
-    """List the living nodes of Ray's cluster in the order of their addresses."""
+    """Return the living nodes of Ray's cluster in order of address."""
     alive = [
         RayNode(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
     ]
@@ -62,14 +64,16 @@ def list_nodes() -> list[RayNode]:
 
 
 def pin_to(node: str) -> NodeAffinitySchedulingStrategy:
-    """Make the strategy by which Ray starts something on one node or not at all."""
+    """Return a scheduling strategy that makes Ray start a process on this node or not at all."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def find_interfaces(platform: Platform) -> dict[str, str]:
-    """Find the network interface of this node at which Ray's other nodes see it, by the variables that take it.
+    """Find the network interface through which Ray's other nodes see this node.
 
-    Returns nothing on a cluster of one node, which needs no network. Variables that the user has set stay.
+    Returns:
+        environment variable -> name of the interface; empty on a cluster of one node, which needs no network. Variables
+            that the user has set keep their values.
     """
     import psutil
 
@@ -83,32 +87,34 @@ def find_interfaces(platform: Platform) -> dict[str, str]:
     ]
     if not holders:
         raise RuntimeError(
-            f"node {here}: no network interface holds Ray's address of this node; give `ray start` one that does, by "
-            f"--node-ip-address, or set {' and '.join(platform.interface_variables)}"
+            f"node {here}: no network interface has the address that Ray uses for this node; start Ray with "
+            "`ray start --node-ip-address` and the address of an interface, or set "
+            f"{' and '.join(platform.interface_variables)} to an interface"
         )
     return {name: os.environ.get(name, holders[0]) for name in platform.interface_variables}
 
 
 def check_room(requests: Sequence[ResourceRequest]) -> None:
-    """Raise RunError where the nodes of Ray's cluster, each by itself, have no room for all of the ``requests``."""
+    """Raise RunError if the nodes of Ray's cluster do not have the resources for all ``requests``."""
     plan_nodes(list_nodes(), requests)
 
 
 def plan_nodes(
     nodes: Sequence[RayNode], requests: Sequence[ResourceRequest], taken: Iterable[tuple[str, ResourceRequest]] = ()
 ) -> list:
-    """Plan the node of every worker of every request; nodes are filled one after another.
+    """Plan the node of every worker; nodes are filled one after another.
 
-    Consecutive workers share a node, so that tensor-parallel ranks, which talk most, are neighbours.
+    Consecutive workers share a node, so that tensor-parallel ranks, which communicate most, are neighbours.
 
     Args:
-        taken: node and request of workers that are placed already, each for one worker.
+        nodes: nodes in the order in which they are filled. requests: the workers to place.
+        taken: node and request of each worker that is placed already.
 
     Returns:
-        a list of nodes' names for each request.
+        for each request, the names of the nodes of its workers.
 
     Raises:
-        RunError: no node has room for workers that must lie together; the message names them and each node.
+        RunError: no node has room for workers that must be together; the message names them and each node.
     """
     room = {node.name: dict(node.resources) for node in nodes}
     for name, request in taken:
@@ -156,7 +162,7 @@ def _say_no_room(
     return (
         f"placement: {request.who} needs {wanted} in one node, and none has them left after {placed} of "
         f"{request.workers} are placed ({have}); lower the engine's parallel sizes or the number of engines, or start "
-        "Ray with more on a node"
+        "Ray on nodes with more of them"
     )
 
 

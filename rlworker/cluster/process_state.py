@@ -1,6 +1,6 @@
-"""The state of a process: one that is starved or busy is told from one that stands still, and how one was lost.
+"""The state of a process: whether a silent process computes or hangs, and how a process was lost.
 
-Without torch or an engine: a node's answer is given by a small process of Ray.
+The module imports neither torch nor an engine, since a small Ray process runs it on other nodes.
 """
 
 import errno
@@ -33,13 +33,14 @@ from rlworker.cluster.placement import pin_to
 from rlworker.errors import MONITOR
 
 _LOOKS, _LOOK_S = 20, 0.05
-"""Looks at a process, and the seconds between two of them."""
+"""Number of looks at a process, and seconds between two looks."""
 _BUSY_LOOKS = 3
-"""Looks that find work in a process which computes. The threads of Ray alone, in one that waits, have less of it."""
+"""Number of looks that must find work for a process to count as computing. Ray's own threads in a waiting process have
+less."""
 _COMPUTING = "RD"
 """States of a thread that has work: it runs or waits for a core, or for the memory or disk that it reads from."""
 _ANSWER_S = 6.0
-"""Seconds that another node has to tell of a process."""
+"""Seconds that another node has to report on a process."""
 
 LOSSES = (
     RayActorError,
@@ -50,38 +51,38 @@ LOSSES = (
     ActorUnschedulableError,  # its node has gone
     TaskUnschedulableError,
 )
-"""Errors by which Ray tells that a process is gone, or cannot be reached."""
+"""Errors by which Ray reports that a process is gone or cannot be reached."""
 DRIVER_LOST = "lost Ray, which crashed or was killed on the machine of this program"
-"""Fate of every process once Ray has gone from under the driver, which can start no other."""
+"""How every process was lost if Ray is gone from under the driver, which cannot start any other process."""
 _DIED = "died (killed, out of memory or crashed; Ray's logs say more)"
 _NODE_DIED = "died with its machine, or with Ray there"
 _NO_ROOM = re.compile(
     "|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
     + "|PytorchStreamWriter failed writing"
 )
-"""What libraries say in a worker that cannot write, whatever the type of their errors."""
+"""Messages of libraries in a worker that cannot write, whatever the type of the error."""
 _FULL = {
     ObjectStoreFullError: "Ray's object store is full: start Ray with more (`ray start --object-store-memory BYTES`)",
     OutOfDiskError: "the disk is full that Ray keeps its files on: make room there, or set TMPDIR to another folder",
 }
 _NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 _OWN_MEMORY = r"\(Actor\({}\)[^\n]* actual memory used=([\d.]+)GB"
-"""What the monitor writes of a node, and of an actor that it ended; its GB are GiB (Ray 2.60)."""
+"""Messages of Ray's memory monitor about a node, and about an actor that it ended; "GB" means GiB there (Ray 2.60)."""
 
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """The place of a process: Ray's id of its node, and its number there."""
+    """The place of a process: Ray's id of the node, and the process id there."""
 
     node: str
     pid: int
 
 
 def is_computing(place: ProcessPlace) -> bool:
-    """Tell whether some thread of a process has work at several of a second's looks.
+    """Tell whether a process has work, by watching its threads for a second.
 
-    A stopped process, or one that waits for another, has none. One that has too little of a busy machine does.
-    False where its node does not answer.
+    A stopped process, or one that waits for another, has no work. A process that gets too little of a busy machine has.
+    The result is False if the node does not answer.
     """
     if place.node == ray.get_runtime_context().get_node_id():
         return look_at(place.pid)
@@ -93,7 +94,7 @@ def is_computing(place: ProcessPlace) -> bool:
 
 
 def look_at(pid: int) -> bool:
-    """Look at a process of this machine for a second: ``is_computing`` of it."""
+    """Watch a process of this machine for a second, and tell whether any thread has work, as ``is_computing`` does."""
     busy = 0
     for _ in range(_LOOKS):
         busy += any(_read_state(task) in _COMPUTING for task in Path(f"/proc/{pid}/task").glob("*"))
@@ -110,18 +111,19 @@ def _read_state(task: Path) -> str:
 
 
 def is_lost(error: RayError) -> bool:
-    """Tell whether an error of a call means that the process that was called is lost.
+    """Tell whether the error of a call means that the called process is lost.
 
-    A RayTaskError, raised in a process, may be of the same kinds: it then tells of another process.
+    A RayTaskError, raised inside a process, may be of the same kinds: it then tells of another process.
     """
     return isinstance(error, LOSSES) and not isinstance(error, RayTaskError)
 
 
 def explain(error: BaseException, worker: ActorHandle | None = None) -> str | None:
-    """Say in a line how a process or an object of Ray's was lost, to follow its name; None of any other error.
+    """Describe in one line how a process or an object of Ray was lost, as the predicate to its name; None for other
+    errors.
 
     Args:
-        worker: the process; left out, its own memory is not told.
+        worker: the process, whose own memory is then included.
     """
     text = str(error)
     if isinstance(error, RayTaskError) and (full := [line for line in text.splitlines() if _NO_ROOM.search(line)]):
@@ -152,5 +154,5 @@ def explain(error: BaseException, worker: ActorHandle | None = None) -> str | No
 
 
 def get_last_line(error: BaseException) -> str:
-    """Return the last line of an error's text, which names the error; the lines before it say where."""
+    """Return the last line of an error's text, which names the error; the lines before it are a traceback."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -1,4 +1,4 @@
-"""Ray: how it starts, and how imports go fast in its processes."""
+"""Start Ray, and speed up the imports in its processes."""
 
 import errno
 import gc
@@ -23,35 +23,37 @@ from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 
 _ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
-"""Variable by which Ray connects so often to a cluster; each attempt takes 41 s where nothing answers, and Ray makes
-20 (2.60, _private/node.py)."""
+"""Variable with the number of times that Ray tries to connect to a cluster; each attempt takes 41 s where nothing
+answers, and Ray's default is 20 (2.60, _private/node.py)."""
 _CONNECT_S = 10.0
-"""Seconds that the machine of RAY_ADDRESS has to take a connection."""
+"""Seconds that the machine of RAY_ADDRESS has to accept a connection."""
 _CLUSTER_ADVICE = "start the cluster (scripts/ray_up.sh), or unset RAY_ADDRESS to run on this machine alone"
 _SOCKET_BYTES, _SOCKET = 107, "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Most bytes in the path of a socket (unix(7), sun_path), and the longest path of Ray's below its folder."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _SHM = "/dev/shm"
 _BUCKETS = 3
-"""Buckets of weights in the object store: one that is loaded, one that was just put there, one that goes."""
+"""Buckets of weights in the object store: one is loaded, one was just put there, one is being deleted."""
 _LEAST_STORE = 75 * 2**20
-"""Bytes of the smallest object store that Ray starts (2.60, OBJECT_STORE_MINIMUM_MEMORY_BYTES)."""
+"""Bytes of the smallest object store with which Ray starts (2.60, OBJECT_STORE_MINIMUM_MEMORY_BYTES)."""
 _HELD_BACK = threading.Event()
 """Set while a SIGTERM waits for the end of ``ray.init``."""
 
 
 @contextmanager
 def running_ray(workers: int, platform: str, batch_bytes: int = 0) -> Iterator[None]:
-    """Run Ray with room for some workers of a platform: this program's, the cluster of RAY_ADDRESS, or a new one.
+    """Run Ray in this context: a Ray that this program has started already, the cluster of RAY_ADDRESS, or a new one.
 
-    A new one belongs to this program alone. A small machine may hold more workers than it has cores: they take turns.
-    A Ray that was started or joined here is left at the end.
+    A new one is used by this program alone. A small machine may hold more workers than it has cores: they take turns. A
+    Ray that was started or joined here is left at the end.
 
     Args:
-        batch_bytes: that a batch takes on its way between the processes.
+        workers: number of devices, or of CPUs on a platform without devices, that the workers hold at once.
+        platform: name of the platform.
+        batch_bytes: bytes in Ray's object store while a batch travels between processes.
 
     Raises:
-        RunError: Ray does not start, or has too few CPUs or devices for the workers, which would wait for ever.
+        RunError: Ray does not start, or has too few CPUs or devices, for which the workers would wait for ever.
     """
     mine = not ray.is_initialized()
     if mine:
@@ -78,8 +80,8 @@ def running_ray(workers: int, platform: str, batch_bytes: int = 0) -> Iterator[N
         for name, each in list_ray_resources(get_platform(platform)).items():
             if have.get(name, 0) < workers * each:
                 raise RunError(
-                    f"ray: the run's workers need {workers * each} {name}s and Ray has {have.get(name, 0):.0f}; start "
-                    "it with more"
+                    f"ray: the run's workers need {workers * each} {name}s and Ray has {have.get(name, 0):.0f}; lower "
+                    "--actor.ranks or --rollout.engines, or start Ray with more"
                 )
         yield
     except RayError as error:  # between the phases of a run, in which whoever failed is named
@@ -107,10 +109,11 @@ def _size_store(batch_bytes: int) -> int:
 
 
 def check_ray() -> None:
-    """Refuse a start of Ray that would fail or never end: a cluster that is gone, a long path of sockets.
+    """Raise an error now where the start of Ray would fail or never end: the cluster is gone, or a socket's path is too
+    long.
 
     Raises:
-        RunError: nobody listens at RAY_ADDRESS, or TMPDIR is too long.
+        RunError: nothing listens at RAY_ADDRESS, or TMPDIR is too long.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if ray.is_initialized() or address in ("auto", "local"):
@@ -186,10 +189,10 @@ os.register_at_fork(after_in_child=_release_child)
 
 @contextmanager
 def pausing_collection() -> Iterator[None]:
-    """Collect no garbage while something heavy is imported and built.
+    """Turn garbage collection off in this context, while something heavy is imported and built.
 
-    A million objects come with torch, Megatron or vLLM and none of them goes, so that looking through them takes a
-    fifth of the time. They are left out of every later collection too.
+    A million objects come with torch, Megatron or vLLM and stay, so that collections in between would free nothing and
+    take a fifth of the time. These objects are left out of every later collection too.
     """
     gc.disable()
     try:

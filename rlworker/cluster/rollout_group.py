@@ -1,6 +1,6 @@
-"""The vLLM workers of a run: requests to completions.
+"""The vLLM workers of a run: send requests to them and collect completions.
 
-Without torch at its top, so that the processes can start while the controller is still importing it.
+The module does not import torch at its top, so that the processes can start while the controller still imports it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ R = TypeVar("R")
 
 
 class Rollouts:
-    """The vLLM engines of a run: processes that import vLLM from now on, and hold a model once it was ``start``ed.
+    """The vLLM engines of a run. The constructor starts processes that import vLLM; ``start`` loads a model into them.
 
-    As a context manager it ends the processes.
+    Leaving it as a context manager ends the processes.
 
     Args:
-        engines: how many. devices: of each.
-        list_ranks: lists where the trainer ranks are with which the engines take turns; None gives them devices of
-            their own.
+        platform: name of the platform. engines: number of engines. devices: number of devices of each engine.
+        list_ranks: returns the device slots of trainer ranks, with which the engines take turns on the same devices;
+            None gives the engines devices of their own.
 
     Attributes:
-        workers: the engines' processes. serving: those of them that may sample; one that takes another's place is none
-            until it has the weights.
+        workers: Ray's handle of each engine.
+        serving: handles of the engines that may sample; an engine that replaces a lost one is added once it has the
+            weights.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Rollouts:
         return [self._device_slots[index] for index in indices]
 
     def start(self, model: ModelSpec, config: VllmConfig) -> Rollouts:
-        """Begin to load a model; ``wait`` waits for it."""
+        """Begin to load a model; call ``wait`` for the end."""
         self._model = model, config
         self._started = [worker.start.remote(model, config) for worker in self.workers]
         return self
@@ -102,20 +103,20 @@ class Rollouts:
         """Replace engines that die or hang, from now on, and repeat their calls on the new engines.
 
         Args:
-            note: is called with the lost engines and the cause, before a new one starts. It raises where the run
-                may not go on.
-            send_weights: gives the current weights to engines that have just loaded the model.
+            note: is called with ``{engine: how it was lost}`` before a new engine starts. It raises where the run may
+                not go on.
+            send_weights: sends the current weights to engines that have just loaded the model.
         """
         self._note, self._send_weights = note, send_weights
 
     def sample(self, requests: Sequence[Request], stream: tuple[int, ...], equal_shares: bool = False) -> Completions:
-        """Sample the completions of each request, in their order: one lock-step turn, which ends with the last of them.
+        """Sample the completions of all requests, and return them in the order of the requests, once the last is done.
 
         The same requests, weights and stream give the same numbers, bit for bit.
 
         Args:
-            stream: names a stream of random numbers, as ``Sampling.stream`` does; each engine draws from its own.
-            equal_shares: each engine takes as many requests, one after another, whatever these cost.
+            stream: seeds the random numbers, as ``Sampling.stream`` does; each engine has numbers of its own.
+            equal_shares: whether each engine takes equally many consecutive requests; else they are balanced by cost.
         """
         parts = deal_requests(requests, len(self.workers))
         if equal_shares:
@@ -129,7 +130,10 @@ class Rollouts:
         return restore_requests(self._ask(RolloutWorker.sample, questions), parts, counts)
 
     def parse_tools(self, texts: Sequence[str], parser: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCalls]:
-        """Find the calls of tools in each text, where vLLM is loaded; ``parse_tool_calls`` says more.
+        """Parse the tool calls of each text on the first engine, where vLLM is loaded.
+
+        Args:
+            parser: name of vLLM's tool-call parser. tools: JSON schemas of the tools.
 
         Raises:
             ValueError: vLLM has no parser of that name.
@@ -140,18 +144,21 @@ class Rollouts:
         return self._ask(RolloutWorker.parse_tools, {0: (texts, parser, tools)})[0]
 
     def call(self, method: Callable[Concatenate[RolloutWorker, P], R], *args: P.args, **keywords: P.kwargs) -> list[R]:
-        """Call a method of ``RolloutWorker`` on every engine; the results in order."""
+        """Call a method of ``RolloutWorker`` on every engine; returns the results in order."""
         return self._ask(method, dict.fromkeys(range(len(self.workers)), args), keywords)
 
     def run(self, function: str, *args: Any) -> list:
-        """Call ``function(engine, *args)`` on every engine, named as ``module:function``; the results in order."""
+        """Call ``function(engine, *args)`` on every engine; returns the results in order.
+
+        Args:
+            function: ``module:function``.
+        """
         return self.call(RolloutWorker.run, function, *args)
 
     def call_alive(
         self, method: Callable[Concatenate[RolloutWorker, P], Any], *args: P.args, **keywords: P.kwargs
     ) -> None:
-        """Call a method of ``RolloutWorker`` on every engine that is there. Calls to a dead one raise at its next
-        use."""
+        """Call a method of ``RolloutWorker`` on every engine; a lost engine is ignored until its next use."""
         for call in [getattr(worker, method.__name__).remote(*args, **keywords) for worker in self.workers]:
             try:
                 wait_for([call])
@@ -185,13 +192,17 @@ class Rollouts:
         return [answers[index] for index in sorted(questions)]
 
     def replace_or_raise(self, lost: Mapping[int, RayError]) -> None:
-        """Replace engines of some indices; where restarts are off, raise the error of one of them."""
+        """Replace lost engines, or raise the error of one of them if ``replace_lost`` was not called.
+
+        Args:
+            lost: index of an engine -> error that showed the loss.
+        """
         if not self._note:
             raise next(iter(lost.values()))
         self.replace(list(lost))
 
     def replace(self, lost: Sequence[int]) -> None:
-        """Start new engines in the place of those of some indices, with the weights that the others have."""
+        """Start new engines in place of those with the indices ``lost``, and send them the current weights."""
         assert self._note and self._send_weights, "replace_lost comes first"
         old = {_name_engine(index): self.workers[index] for index in lost}
         self._note(dict.fromkeys(old, "could not be reached") | find_lost(old))
@@ -206,7 +217,7 @@ class Rollouts:
             self.serving[index] = worker
 
     def name_workers(self) -> dict[str, ActorHandle]:
-        """List every engine by the name that a message gives it."""
+        """Return Ray's handle of every engine by the name that messages use."""
         return {_name_engine(index): worker for index, worker in enumerate(self.workers)}
 
     def __enter__(self) -> Rollouts:
@@ -225,10 +236,12 @@ def _name_engine(index: int) -> str:
 def restore_requests(
     answers: Sequence[Completions], parts: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> Completions:
-    """Restore the order of the requests in the answers of the engines that had some.
+    """Put the answers of several engines into the order of the requests.
 
     Args:
-        parts: the requests of each engine, of all R. counts: ``[R]``, completions of each.
+        answers: completions of each engine that had requests.
+        parts: numbers of the requests of each engine.
+        counts: ``[R]``, number of completions of each of the R requests.
     """
     order = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])  # [R], as they were answered
     sizes = np.asarray(counts, dtype=np.int64)
@@ -240,11 +253,12 @@ def restore_requests(
 
 
 def deal_requests(requests: Sequence[Request], engines: int) -> list[list[int]]:
-    """Deal requests out to engines: the requests of each, in their order.
+    """Divide requests among engines so that their costs are balanced. Returns the numbers of the requests of each
+    engine.
 
-    The cost of a request is the tokens of its prompt and the expected tokens of its completions. Equal costs are dealt
-    alike at any time, as a resumed run needs: the requests of a call decide the samples of each. Single ones of one
-    prompt that follow one another go together, as the completions of one request do.
+    The cost of a request is the tokens of its prompt and the expected tokens of its completions. The division depends
+    on the requests alone, as a resumed run needs, since the requests of a call decide its samples. Consecutive single
+    samples of one prompt stay together.
     """
     runs: list[list[int]] = []
     for place, request in enumerate(requests):

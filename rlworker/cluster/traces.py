@@ -1,5 +1,7 @@
-"""The traces of a run, for Perfetto or chrome://tracing: RUN/profile/step_N/PHASE.PROCESS.json.gz, of every process
-that worked in a phase."""
+"""Traces of a run, for Perfetto or chrome://tracing.
+
+Each process that worked in a phase writes RUN/profile/step_N/PHASE.PROCESS.json.gz.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +15,11 @@ from rlworker.cluster.watch import wait_for
 
 @contextmanager
 def tracing(folder: Path, step: int, phase: str, workers: Mapping[str, ActorHandle]) -> Iterator[None]:
-    """Take a trace of a phase in each worker. One that fails leaves none.
+    """Take a trace of each worker in this context, which is a phase. A worker that fails leaves no trace.
 
     Args:
-        folder: of the run. workers: by the names that messages give them.
+        folder: the run folder. step, phase: name the traces' files.
+        workers: name in messages -> Ray's handle.
     """
     wait_for([worker.begin_trace.remote(phase) for worker in workers.values()])
     yield
@@ -26,10 +29,10 @@ def tracing(folder: Path, step: int, phase: str, workers: Mapping[str, ActorHand
 
 
 class Tracer:
-    """Takes one trace at a time, of the process that has it.
+    """Takes traces of this process, one at a time.
 
     Args:
-        build_profiler: the platform's.
+        build_profiler: makes the platform's profiler.
     """
 
     def __init__(self, build_profiler: Callable[[], Profiler]):
@@ -38,7 +41,7 @@ class Tracer:
         """Something was done since the trace began."""
 
     def begin(self, phase: str) -> None:
-        """Record from now on, within a span named ``phase NAME``."""
+        """Start a trace, with a span named ``phase NAME``."""
         import torch  # a worker without a trace does not wait for it here
 
         self.worked = False
@@ -48,7 +51,7 @@ class Tracer:
         self.span.__enter__()
 
     def end(self, path: str) -> None:
-        """End the trace, and write it to ``path``, a .json.gz; one in which nothing was done is left out."""
+        """End the trace, and write it to ``path``, a .json.gz, unless nothing was done since it began."""
         self.span.__exit__(None, None, None)
         self.profiler.stop()
         if self.worked:

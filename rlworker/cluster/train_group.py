@@ -1,4 +1,4 @@
-"""Workers that hold training engines, called together."""
+"""Groups of workers that hold training engines; a call goes to all ranks of an engine."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -28,15 +28,16 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 SHARD_BYTES = 4 * 2**30
-"""A saved HuggingFace model is cut into files of this size."""
+"""Most bytes of a file of a saved HuggingFace model."""
 
 
 class WorkerGroup:
-    """All ranks of one engine.
+    """All ranks of one training engine.
 
     Args:
-        role: which of the engines in these workers.
-        workers: one handle per rank. places: each rank's ``dp_rank`` and ``is_leader``.
+        role: the engine, since the workers may hold several.
+        workers: Ray's handle of each rank.
+        places: for each rank its ``dp_rank``, and ``is_leader``, true of the rank that returns its replica's results.
     """
 
     def __init__(self, role: Role, platform: Platform, workers: list, places: list[dict]):
@@ -46,19 +47,23 @@ class WorkerGroup:
     def call(
         self, method: Callable[Concatenate[TrainWorker, str, P], R], *args: P.args, **keywords: P.kwargs
     ) -> list[R]:
-        """Call a method of ``TrainWorker`` on every rank, for this engine; the results in rank order."""
+        """Call a method of ``TrainWorker`` for this engine on every rank; returns the results in rank order."""
         calls = [getattr(worker, method.__name__).remote(self.name, *args, **keywords) for worker in self.workers]
         return wait_for(calls)
 
     def run(self, function: str, *args: Any) -> list:
-        """Call ``function(engine, *args)`` on every rank, named as ``module:function``; the results in rank order."""
+        """Call ``function(engine, *args)`` on every rank; returns the results in rank order.
+
+        Args:
+            function: ``module:function``.
+        """
         return self.call(TrainWorker.run, function, *args)
 
     def forward(self, batch: TrainBatch, raw: bool = False) -> Outputs:
         """Compute the engine's outputs of a batch, ``[N]``.
 
         Args:
-            raw: of the logits as they are, at temperature 1 and with no token banned.
+            raw: whether to take the logits as they are, at temperature 1 and with no token banned.
         """
         batch = self._drop_unread(batch)
         schedule = self._plan_shards(batch)
@@ -69,11 +74,11 @@ class WorkerGroup:
         """Take one optimizer step on ``sum(loss) / denominator``.
 
         Returns:
-            the metrics, means over the batch's tokens or maxima, beside ``grad_norm``, ``lr`` and
-            ``prompt_sharing``; and the outputs ``[N]`` of the batch from before the step.
+            the metrics: means over the batch's counting tokens, or maxima, and ``grad_norm``, ``lr`` and
+                ``prompt_sharing``; and the outputs ``[N]`` of the weights before the step.
 
         Raises:
-            ValueError: weights of targets whose old or reference logprobs are not known.
+            ValueError: targets that do not count have a weight, but no old or reference logprobs.
         """
         _check_weights(batch)
         batch = self._drop_unread(batch)
@@ -96,7 +101,7 @@ class WorkerGroup:
         """Call a method of ``TrainWorker`` on every rank, each with the shard of its replica.
 
         Returns:
-            the leaders' results by data-parallel rank.
+            the results of the leaders, in order of their data-parallel rank.
         """
         # One copy per shard in shared memory, read by all ranks of the replica.
         parts = [ray.put(shard) for shard in shards]
@@ -133,17 +138,18 @@ def _check_weights(batch: TrainBatch) -> None:
     if batch.weights is not None and known and (batch.weights[~batch.mask] != 0).any():
         count = int((batch.weights[~batch.mask] != 0).sum())
         raise ValueError(
-            f"aggregation: {count} targets that were not sampled have a weight, and {' and '.join(known)} of sampled "
-            "ones alone are known; give 0 to targets outside the batch's mask"
+            f"aggregation: it gives a weight other than 0 to {count} tokens outside batch.mask, for which the batch "
+            f"has no {' or '.join(known)}; multiply the weights by batch.mask"
         )
 
 
 def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDigest]:
-    """Write each engine's state and its HuggingFace folder into a checkpoint: ``actor`` and ``hf``, ``critic`` and
-    ``hf_critic``.
+    """Write each engine's state and its HuggingFace folder into a checkpoint.
+
+    The folders are ``actor`` and ``hf``, and for a critic ``critic`` and ``hf_critic``.
 
     Returns:
-        the digests of all files, by their paths in the checkpoint: each rank reads the files that it wrote.
+        path in the checkpoint -> digest, for all files; each rank digests the files that it wrote.
     """
     digests = {}
     for group in groups:
@@ -159,13 +165,15 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDi
 
 
 class StartingGroup:
-    """Training engines on their way up, all in the same processes; ``wait()`` waits for them.
+    """Training engines that are starting, all in the same processes; ``wait()`` returns them once they are ready.
 
-    As a context manager it ends the processes.
+    Leaving it as a context manager ends the processes.
 
     Args:
-        name: of the processes in messages.
-        roles: one or more engines, of the same parallel sizes.
+        name: name of the processes in messages.
+        platform: name of the platform.
+        roles: one engine or more, with the same parallel sizes.
+        seed: seed of the processes' random numbers.
     """
 
     def __init__(self, name: str, platform: str, roles: tuple[Role, ...], seed: int):
@@ -189,7 +197,7 @@ class StartingGroup:
         self._places = [worker.start.remote(address, self.roles, self.seed) for worker in self.workers]
 
     def restart(self) -> None:
-        """End every process and start new processes in their places; ``wait`` waits for their engines."""
+        """End every process and start new processes; call ``wait`` for their engines."""
         self._end_processes(keep=False)
         self._start_processes()
 
@@ -199,16 +207,16 @@ class StartingGroup:
         end_workers(workers, keep)
 
     def wait(self) -> dict[str, WorkerGroup]:
-        """Wait for the engines; returned by the names of their roles."""
+        """Wait until the engines are ready, and return role -> engine."""
         places = wait_for(self._places)
         return {role.name: WorkerGroup(role, self.platform, self.workers, places) for role in self.roles}
 
     def list_device_slots(self) -> list[DeviceSlot]:
-        """List where Ray has put each rank, as soon as their processes are there."""
+        """Return where Ray has put each rank, as soon as the processes are up."""
         return wait_for(self._device_slots)
 
     def name_workers(self) -> dict[str, ActorHandle]:
-        """List every rank by the name that a message gives it."""
+        """Return Ray's handle of every rank by the name that messages use."""
         return {f"{self.name} rank {rank}": worker for rank, worker in enumerate(self.workers)}
 
     def __enter__(self) -> "StartingGroup":

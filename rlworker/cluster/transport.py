@@ -1,4 +1,4 @@
-"""Weights on their way over Ray, from the training rank that gathers them to every rollout worker."""
+"""Send weights over Ray, from the training rank that gathers them to every rollout worker."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from engines.weight_sync import WeightBucket
 
 BUCKET_BYTES = 64 * 2**20
-"""Weights travel to the rollout engines in buckets of at most this size, whatever the model, of which two are on their
-way at a time."""
+"""Most bytes of a bucket, in which weights travel to the rollout engines. At most two buckets are on their way at a
+time."""
 
 
 def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: Sequence[ActorHandle], version: int) -> None:
-    """Send every bucket to every rollout worker, each of which loads it while the next is gathered, packed and sent.
+    """Send every bucket to every rollout worker, which loads it while the next bucket is gathered, packed and sent.
 
-    No more than two buckets are on their way. All of them are taken even after a worker failed: gathering them is a
-    collective, in which the other ranks would wait for this one. A worker that dies is left out from there on.
+    At most two buckets are on their way. All buckets are gathered even after a worker failed: gathering is a
+    collective, in which the other ranks would wait for this one. A worker that dies gets no further buckets.
 
     Args:
-        buckets: ``(bucket, is_last)``, as ``pack_buckets`` makes them.
+        buckets: ``(bucket, is_last)``, from ``pack_buckets``.
+        rollouts: Ray's handles of the workers. version: version of the weights.
 
     Raises:
-        RayError: the first error that a rollout worker raised, after which no more was sent.
+        RayError: the first error that a rollout worker raised, after which nothing more was sent.
     """
     alive, failure, loading = dict(enumerate(rollouts)), None, {}
     for bucket, last in buckets:

@@ -1,4 +1,4 @@
-"""Waits that have a limit: a worker that dies or stands still is found, named and, where it still is there, ended."""
+"""Waits with a limit: a worker that dies or hangs is found, named and ended."""
 
 import os
 import time
@@ -23,24 +23,24 @@ from rlworker.errors import MONITOR, RunError
 from rlworker.tracking.terminal import LOGGER
 
 LIVENESS = "liveness"
-"""Concurrency group of every watched worker, in which it answers beside whatever it is doing."""
+"""Concurrency group of every watched worker, in which it answers while another call runs."""
 _STALL_TIMEOUT_S = 300.0
-"""Seconds without an answer after which a worker stands still, where ``limiting_stalls`` says nothing else."""
+"""Seconds without an answer after which a worker counts as hanging, unless ``limiting_stalls`` sets another limit."""
 _START_S = 600.0
-"""Seconds that a new process may take until it answers for the first time."""
+"""Seconds that a new process may take to its first answer."""
 _SLICE_S = 1.0
-"""Seconds of a wait between two looks at those who have been asked."""
+"""Seconds of a wait between two looks for answers."""
 _ASK_EVERY_S = 4.0
 """Seconds between two questions to a worker."""
 _MAX_REPRIEVES = 10
-"""Stall timeouts in a row that a worker may be silent for while it computes."""
+"""Number of stall timeouts in a row that a worker may be silent while it computes."""
 _LESS_MEMORY = (
     "lower what processes hold there (`rlworker plan` says how much: --actor.micro-batch-tokens, "
     "--rollout.kv-cache-mb, more --actor.ranks on more machines), or the monitor's limit is raised by "
     "RAY_memory_usage_threshold where Ray starts"
 )
 _ANSWER_S, _LATE_ANSWER_S = 3.0, 7.0
-"""Seconds that workers have to say that they live, once one has failed; and that watched ones have beyond that."""
+"""Seconds that workers have to answer after one has failed; and further seconds that watched workers have."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ _watch = _Watch()
 
 @contextmanager
 def limiting_stalls(timeout_s: float) -> Iterator[None]:
-    """Take a worker for one that stands still when it has not answered for ``timeout_s`` seconds of a wait."""
+    """Set the stall timeout in this context: seconds of a wait without an answer until a worker counts as hung."""
     before, _watch.timeout_s = _watch.timeout_s, timeout_s
     try:
         yield
@@ -119,27 +119,32 @@ def limiting_stalls(timeout_s: float) -> Iterator[None]:
 
 
 def watch_workers(workers: Mapping[str, ActorHandle]) -> None:
-    """Ask workers, now and during every wait, whether they still answer. They have the group ``LIVENESS``."""
+    """Ask workers, now and during every wait, whether they still answer. They must have the group ``LIVENESS``.
+
+    Args:
+        workers: name in messages -> Ray's handle.
+    """
     for name, worker in workers.items():
         _watch.workers[worker] = watched = _Watched(name)
         watched.question = _ask(worker)
 
 
 def unwatch_workers(workers: Sequence[ActorHandle]) -> None:
-    """Ask workers no more."""
+    """Stop asking these workers."""
     for worker in workers:
         _watch.workers.pop(worker, None)
 
 
 def wait_for(references: Sequence[Any]) -> list:
-    """Wait for calls of workers and return their results in order. The driver waits for its workers only so.
+    """Wait for calls of workers, and return their results in order. The driver must wait for its workers in no other
+    way.
 
-    A phase may take as long as it takes, as long as all processes answer. Meanwhile every watched worker is asked
-    whether it does. One that has not for the stall timeout, and does not compute either, is ended, which ends the
-    calls that wait for it, here and in other workers. A hang thus ends a wait as a death does.
+    A phase may take any time, as long as all processes answer. Meanwhile every watched worker is asked whether it is
+    alive. A worker that does not answer for the stall timeout and does not compute is killed, which ends all calls that
+    wait for it, here and in other workers. So a hang ends a wait as a death does.
 
     Raises:
-        RayError: a call failed; the first that did.
+        RayError: the first call that failed.
     """
     results, pending = {}, list(references)
 
@@ -154,7 +159,7 @@ def wait_for(references: Sequence[Any]) -> list:
 
 
 def wait_until(wait: Callable[[float], bool]) -> None:
-    """Wait for something else than calls, as ``wait_for`` does, until ``wait(seconds)`` returns True."""
+    """Wait until ``wait(seconds)`` returns True, with the checks of ``wait_for``, for other than Ray calls."""
     looked = time.monotonic()
     _listen(0.0)  # to what was answered between two waits
     while not wait(_SLICE_S):
@@ -198,11 +203,12 @@ def _answer(_worker: Any) -> ProcessPlace:
 
 
 class WorkerFailure(RunError):
-    """A worker died, hung or raised; the message names the worker, the place in the run and the error.
+    """A worker died, hung or raised an error; the message names the worker, the place in the run and the error.
 
     Attributes:
-        where: step and phase. lost: the workers that are dead or no longer answer, and the cause for each;
-            empty where one raised an error that another process would raise as well.
+        where: step and phase.
+        lost: name of a worker that is dead or does not answer -> how it was lost; empty if a worker raised an error
+            that another process would raise as well.
     """
 
     def __init__(self, message: str, where: str, lost: Mapping[str, str]):
@@ -214,13 +220,15 @@ class WorkerFailure(RunError):
 def naming_failures(
     where: str, name_workers: Callable[[], Mapping[str, ActorHandle]], advice: str = ""
 ) -> Iterator[None]:
-    """Turn a failure of Ray's into a ``WorkerFailure`` that names the worker.
+    """Turn an error of Ray in this context into a ``WorkerFailure`` that names the worker.
 
-    When one rank dies the others fail too, in the collective that it left, and may be heard of first; so every worker
-    is asked. Workers that hang in a collective answer beside it.
+    When one rank dies the others fail too, in the collective that it left, and may report first; so every worker is
+    asked. Workers that hang in a collective answer beside it.
 
     Args:
-        name_workers: returns the workers by the names that messages give them, as they are when one fails.
+        where: step and phase, for the message.
+        name_workers: returns name in messages -> Ray's handle, of the workers at the time of the failure.
+        advice: end of the message.
     """
     try:
         yield
@@ -234,7 +242,11 @@ def naming_failures(
 
 
 def describe_lost(lost: Mapping[str, str]) -> str:
-    """Say in a line which workers were lost: the names that share a cause, the cause, and the setting to change."""
+    """Describe lost workers in one line: the names that share a cause, the cause, and a setting to change.
+
+    Args:
+        lost: name of a worker -> how it was lost.
+    """
     groups: dict[str, list[str]] = {}
     for name, fate in lost.items():
         groups.setdefault(fate, []).append(name)
@@ -245,8 +257,7 @@ def describe_lost(lost: Mapping[str, str]) -> str:
 
 
 def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
-    """Find the workers whose process has ended, and the watched workers that neither answer nor compute, with the
-    cause for each."""
+    """Return name -> cause for workers that have ended, and for watched ones that neither answer nor compute."""
     questions: dict[Any, str] = {_ask(worker): name for name, worker in workers.items()}
     if not questions:
         return {}

@@ -1,4 +1,4 @@
-"""The workers of a run, processes of Ray: new, or left by an earlier run of this program."""
+"""Start and end the workers of a run, and keep them for later runs of this program."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from rlworker.cluster.placement import ResourceRequest, list_nodes, pin_to, plan
 from rlworker.cluster.watch import LIVENESS
 
 POLL = "poll"
-"""Concurrency group of every worker in which it is asked for what has not come yet, and waits beside what it does."""
+"""Concurrency group of every worker for calls that wait for results while another call runs."""
 _CLOSE_S = 30.0
-"""Seconds that a worker may take to give up its engines; one that takes longer is ended."""
+"""Seconds that a worker may take to drop its engines; a worker that takes longer is killed."""
 
 
 @dataclass
@@ -31,24 +31,24 @@ class _Pool:
 
 _pool: _Pool | None = None
 _placed: dict[ActorHandle, tuple[str, ResourceRequest]] = {}
-"""Node and demand of every worker of this program that lies on one of several nodes."""
+"""Node and request of every worker of this program, if there are several nodes."""
 
 
 @contextmanager
 def keeping_workers() -> Iterator[None]:
-    """Hand worker processes on from run to run of this program, until the end of this context.
+    """Keep worker processes for the next run of this program, until the end of this context.
 
-    A worker imports for longer than anything else that a start takes. Around several runs this saves it: a sweep over
-    settings, a notebook, a test suite. Runs may have other models and other sizes; their results are the same.
+    The imports of a worker are the longest part of a start. Around several runs this saves them: in a sweep over
+    settings, a notebook or a test suite. Runs may have other models and other sizes; their results are the same.
 
         with running_ray(3, "cpu"), keeping_workers():
             for lr in (1e-4, 3e-4):
                 with Trainer(config_of(lr), reward) as trainer:
                     trainer.fit()
 
-    Only workers of a run that ended well are kept, and only those which give up their engines within half a minute.
-    Ray must be up before and stay up until after: its end would end them. Over several nodes none is kept: a worker
-    that runs lies where it lies, and the next run's ranks have an order of their own.
+    Only workers of a run that ended well are kept, and only if they drop their engines within half a minute. Ray must
+    be up before this context and stay up until after it, since its end would end the workers. With several nodes no
+    worker is kept, since the next run may place its ranks on other nodes.
     """
     global _pool
     before, pool = _pool, _Pool()
@@ -69,16 +69,17 @@ def start_workers(
     together: int = 1,
     nodes: Sequence[str] = (),
 ) -> list[ActorHandle]:
-    """Start workers of class ``kind``, one for each tuple of arguments that follow the platform's name.
+    """Start workers of class ``kind``, one for each tuple in ``arguments``, and return their handles.
 
-    One that was kept is taken where it was started by the same arguments, so that its name in messages stays right.
+    A kept worker is taken if it was started with the same arguments, so that its name in messages stays right.
 
     Args:
-        devices: that each of them takes. together: consecutive workers that lie in one node.
-        nodes: of each, where that is known.
+        arguments: for each worker, the arguments of ``kind`` after the name of the platform.
+        devices: number of devices of each worker. together: number of consecutive workers that must be on one node.
+        nodes: node of each worker; empty lets ``plan_nodes`` choose.
 
     Raises:
-        RunError: there are several nodes and no room on any of them.
+        RunError: there are several nodes, and none has room.
     """
     options = make_ray_options(get_platform(platform), devices)
     make_remote: Any = ray.remote
@@ -120,10 +121,10 @@ def _make_room(pool: _Pool, new: list[tuple[int, str]]) -> None:
 
 
 def end_workers(workers: Sequence[ActorHandle], keep: bool) -> None:
-    """End workers, or keep them for a later run where ``keeping_workers`` asks for that.
+    """End workers, or keep them for a later run in ``keeping_workers``.
 
     Args:
-        keep: whether their run ended well; after a failure a worker may hang in a collective, or hold half an update.
+        keep: whether the run ended well; after a failure a worker may hang in a collective, or hold half an update.
     """
     pool = _pool or _Pool()
     closing: dict[Any, ActorHandle] = {w.close.remote(): w for w in workers if keep and w in pool.started}

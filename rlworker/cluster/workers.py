@@ -1,7 +1,7 @@
 """The workers, processes of Ray: one per trainer rank, one per rollout engine.
 
-Each sets its platform's environment before torch is imported and imports its engine afterwards, so this module itself
-imports neither.
+Each worker sets its platform's environment variables before it imports torch, and imports its engine afterwards. So
+this module imports neither.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Role:
-    """One training engine's part in a run.
+    """One training engine of a run.
 
     Attributes:
-        name: "actor", "reference", "critic".
-        temperature: divides the logits. trainable: False has neither gradients nor an optimizer.
-        cpu_offload: its weights are on the device while it computes alone.
-        needs_topk_logprobs: its loss reads the sampler's likeliest ids, which no other role is sent.
+        name: "actor", "reference" or "critic". model, config: the model, and the engine's settings.
+        temperature: the logits are divided by it.
+        trainable: whether the engine has gradients and an optimizer.
+        cpu_offload: whether its weights are on the device only while it computes.
+        needs_topk_logprobs: whether its loss reads the sampler's likeliest ids; other engines are not sent them.
     """
 
     name: str
@@ -81,10 +82,10 @@ class _Worker:
 
 
 class TrainWorker(_Worker):
-    """One rank of the training engines that share its process; each method but the first few is of the ``role`` named.
+    """One rank of the training engines in its process. Methods with a ``role`` act on the engine of that name.
 
     Args:
-        name: of this group of ranks in messages.
+        platform: name of the platform. name: name of this group of ranks in messages. rank: number of this rank.
     """
 
     def __init__(self, platform: str, name: str, rank: int):
@@ -97,12 +98,12 @@ class TrainWorker(_Worker):
         return f"{self.name} rank {self.rank}"
 
     def find_device_slot(self) -> DeviceSlot:
-        """Find where Ray put this rank: its node, and the device that it gave."""
+        """Return the node and the devices that Ray gave this rank; devices are empty on a CPU."""
         names = os.environ.get(self.platform.visible_devices or "", "").split(",")
         return DeviceSlot(ray.get_runtime_context().get_node_id(), tuple(filter(None, names)))
 
     def prepare(self, after: None) -> None:
-        """Import the engine's packages, once. ``after`` is another rank's ``prepare``, which Ray waits for."""
+        """Import the engine's packages, once. Ray waits for ``after``, the ``prepare`` of another rank, first."""
         if self.is_prepared:
             return
         with pausing_collection():
@@ -111,7 +112,7 @@ class TrainWorker(_Worker):
         self.is_prepared = True
 
     def find_address(self) -> str:
-        """Begin to listen for the other ranks; returns ``host:port``. The port stays this process's from here on."""
+        """Listen for the other ranks, and return ``host:port``. The port stays open in this process from here on."""
         from engines.megatron.groups import open_store
 
         host = ray.util.get_node_ip_address()
@@ -119,7 +120,7 @@ class TrainWorker(_Worker):
         return f"{host}:{self.store.port}"
 
     def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
-        """Join the other ranks, build the models; returns this rank's place."""
+        """Join the other ranks and build the models; returns this rank's ``dp_rank`` and ``is_leader``."""
         from engines.megatron.engine import MegatronEngine
         from engines.megatron.groups import init_distributed
 
@@ -141,10 +142,10 @@ class TrainWorker(_Worker):
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
 
     def close(self) -> None:
-        """Give up the engines and leave the other ranks. ``start`` may follow, with other models and other sizes.
+        """Drop the engines and leave the other ranks. ``start`` may follow, with other models and sizes.
 
         Raises:
-            RuntimeError: the code of this process was changed, so that it must not be used again.
+            RuntimeError: a fault was planted into this process, so that it must not be used again.
         """
         from engines.megatron.groups import leave_distributed
 
@@ -162,8 +163,7 @@ class TrainWorker(_Worker):
         return self._use(role).forward(shard, raw)
 
     def run(self, role: str, function: str, *args) -> Any:
-        """Call ``function(engine, *args)``, named as ``module:function``: the controller cannot import where it
-        stands."""
+        """Call ``function(engine, *args)``; ``function`` is ``module:function``, which the controller cannot import."""
         return _named(function)(self._use(role), *args)
 
     def train_step(self, role: str, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
@@ -178,8 +178,8 @@ class TrainWorker(_Worker):
     def sync_weights(
         self, role: str, rollouts: Sequence[ActorHandle], version: int, max_bytes: int, plan: DigestPlan | None = None
     ) -> dict[str, int]:
-        """Send the weights to every rollout worker, bucket by bucket. Collective; the first leader sends, and returns
-        the digest of each by ``plan``, where there is one."""
+        """Send the weights to every rollout worker, in buckets of ``max_bytes``. Every rank must call it; the first
+        leader sends, and returns the digests by ``plan``: tensor -> digest."""
         from engines.weight_sync import pack_buckets
 
         digests, weights = {}, self._use(role).export_weights()
@@ -188,17 +188,17 @@ class TrainWorker(_Worker):
         return digests
 
     def save(self, role: str, folder: str) -> dict[str, FileDigest]:
-        """Write this rank's part of a checkpoint; returns the digests of its files by their names."""
+        """Write this rank's part of a checkpoint into ``folder``; returns file name -> digest."""
         return digest_files(folder, self._use(role).save(folder))
 
     def load(self, role: str, folder: str) -> None:
         self._use(role).load(folder)
 
     def save_hf(self, role: str, folder: str, shard_bytes: int) -> dict[str, FileDigest]:
-        """Write the weights as a HuggingFace folder, with the config and tokenizer of the model it started from.
+        """Write the weights as a HuggingFace folder, with the config and tokenizer of the starting model.
 
         Returns:
-            the digests of its files by their names, on the rank that wrote them.
+            file name -> digest, on the rank that wrote the files; empty on the others.
         """
         from engines.models.hf_folder import save_hf_folder
 
@@ -213,8 +213,8 @@ class RolloutWorker(_Worker):
     """One vLLM engine.
 
     Args:
-        index: its number, for messages. devices: that it takes.
-        device_slot: where it takes turns with trainers; None has devices of its own.
+        platform: name of the platform. index: number of the engine. devices: number of its devices.
+        device_slot: devices on which it takes turns with trainers; None if it has devices of its own.
     """
 
     def __init__(self, platform: str, index: int, devices: int = 1, device_slot: DeviceSlot | None = None):
@@ -255,10 +255,10 @@ class RolloutWorker(_Worker):
         return self.loop.engine
 
     def close(self) -> None:
-        """Give up the engine. ``start`` may follow, with another model.
+        """Drop the engine. ``start`` may follow, with another model.
 
         Raises:
-            RuntimeError: the code of this process was changed, so that it must not be used again.
+            RuntimeError: a fault was planted into this process, so that it must not be used again.
         """
         _refuse_planted("rollout engine")
         if loop := self.__dict__.pop("loop", None):
@@ -272,30 +272,29 @@ class RolloutWorker(_Worker):
         self.loop.call(super().end_trace, path)
 
     def sample(self, requests, seed: int):
-        """Sample the completions of each request: one round, which needs the engine for itself."""
+        """Sample the completions of all requests in one round, during which the engine takes no other requests."""
         self._note_work()
         return self.loop.call(self.engine.sample, requests, seed)
 
     def submit(self, requests) -> None:
-        """Hand in requests, each with a key; ``EngineLoop.submit`` says more."""
+        """Submit requests, each with a key, without waiting; ``EngineLoop.submit`` says more."""
         self._note_work()
         self.loop.submit(requests)
 
     def take(self, timeout_s: float) -> list:
-        """Take the completions that have finished, of submitted requests. Called in the group ``POLL``, it holds up
-        nothing."""
+        """Return finished completions of submitted requests; in concurrency group ``POLL`` it blocks no other call."""
         return self.loop.take(timeout_s)
 
     def seed(self, seed: int) -> None:
-        """Draw from the random numbers of ``seed`` from now on, until a round does from others."""
+        """Draw from the random numbers of ``seed`` from now on, until ``sample`` sets another seed."""
         self.loop.call(self.engine.seed, seed)
 
     def abort(self, keys) -> None:
-        """Give up requests that were handed in."""
+        """Abort submitted requests by their keys."""
         self.loop.abort(keys)
 
     def parse_tools(self, texts, parser: str, tools) -> list:
-        """Find the calls of tools in texts that were sampled here."""
+        """Parse the tool calls of texts that were sampled by this engine's model."""
         from engines.vllm.tools import parse_tool_calls
 
         return parse_tool_calls(texts, parser, tools, self.loop.engine.model.folder)
@@ -313,7 +312,7 @@ class RolloutWorker(_Worker):
         self.loop.call(self.engine.wake, tags)
 
     def load_weights(self, bucket, version: int, last: bool) -> None:
-        """Take a bucket of new weights. Sampling is paused from the first to the last: weights are partly updated."""
+        """Load a bucket of new weights. Sampling pauses from the first bucket to the last, as weights are mixed."""
         self._note_work()
         if bucket.first:
             self.loop.pause()
@@ -327,11 +326,11 @@ class RolloutWorker(_Worker):
         return self.loop.call(self.engine.digest_weights, plan)
 
     def measure_load(self) -> tuple[float, int]:
-        """Return the seconds without anything to sample so far, and the completions alive at the last update."""
+        """Return the seconds without requests so far, and the number of open completions at the last update."""
         return self.loop.idle_s, self._open_at_update
 
     def run(self, function: str, *args):
-        """Call a function on the engine, as ``TrainWorker.run`` does."""
+        """Call ``function(engine, *args)``, where ``function`` is ``module:function``."""
         return self.loop.call(_named(function), self.engine, *args)
 
 

@@ -40,14 +40,14 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The parts of an algorithm; without arguments those of a run without a name.
+    """The parts of an algorithm. The defaults are those of a run whose settings name no algorithm.
 
     Attributes:
-        advantage, surrogate, aggregation: functions of ``rlworker.advantages`` and ``rlworker.losses``.
-        clip_low, clip_high, dual_clip: parameters of the surrogate; None leaves the default of its function, which is
-            that of its paper.
-        kl_coef, kl_in, kl_estimate: the KL penalty; None takes k3 in the loss and k1 in the reward.
-        dynamic_sampling, overlong_buffer: as ``AlgorithmConfig`` has them.
+        advantage, surrogate, aggregation: names of functions in ``rlworker.advantages`` and ``rlworker.losses``.
+        clip_low, clip_high, dual_clip: parameters of the surrogate; None takes the default of its function, from its
+            paper.
+        kl_coef, kl_in, kl_estimate: the KL penalty; for kl_estimate None takes k3 in the loss and k1 in the reward.
+        dynamic_sampling, overlong_buffer: as in ``AlgorithmConfig``.
     """
 
     advantage: AdvantageName = "grpo"
@@ -93,11 +93,11 @@ ALGORITHMS = MappingProxyType(
         "distill": Algorithm("distill"),
     }
 )
-"""The parts of each algorithm by its name, as its paper has them."""
+"""Name of an algorithm -> its parts, as in its paper."""
 
 _CLIPS = {"clip_low", "clip_high"}
 _CLIPS_OF = {"ppo": {*_CLIPS, "dual_clip"}, "gspo": _CLIPS, "cispo": _CLIPS, "gmpo": _CLIPS, "sapo": set()}
-"""Clips of each surrogate; SAPO's gate has none."""
+"""Surrogate -> its clips; SAPO's gate has none."""
 _SEQUENCE_RATIO = ("gspo", "gmpo")
 _OF_TOKENS = ("turn_grpo", "reinforce_plus_plus", "distill", "gae")
 """Advantages that differ from token to token of a sequence."""
@@ -174,52 +174,54 @@ class AlgorithmConfig:
 
     @property
     def parts(self) -> Algorithm:
-        """The parts of the run: those that are set, and for all others those of the name."""
+        """The parts of the run's algorithm: each part that is set, and for the others those of the algorithm ``name``.
+
+        Parts are the fields of ``Algorithm``, such as advantage, surrogate and aggregation.
+        """
         named = ALGORITHMS[self.name] if self.name else Algorithm()
         own = {part.name: getattr(self, part.name) for part in fields(Algorithm)}
         return replace(named, **{name: value for name, value in own.items() if value is not None})
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of a rollout, at most."""
+        """Most optimizer steps that learn from one rollout."""
         return self.mini_batches * self.epochs
 
     @property
     def samples_greedily(self) -> bool:
-        """Each prompt has a greedy completion beside its samples."""
+        """Tell whether each prompt gets a greedy completion in addition to its samples."""
         return self.greedy_baseline or self.parts.advantage == "remax"
 
     def check_beside(
         self, critic: CriticConfig, rollout: VllmConfig, limits: LimitsConfig, samples_per_prompt: int
     ) -> None:
-        """Raise ValueError where other settings of the run leave the algorithm without something that it needs."""
+        """Raise ValueError if other settings of the run contradict those of the algorithm."""
         parts, staleness = self.parts, rollout.staleness
         if limits.epoch_kl and self.epochs == 1:
             raise ValueError(
-                f"config: limits.epoch_kl={limits.epoch_kl} leaves out further epochs, and algorithm.epochs is 1; "
-                "raise --algorithm.epochs or leave --limits.epoch-kl out"
+                f"config: limits.epoch_kl={limits.epoch_kl} can only end epochs after the first, and algorithm.epochs "
+                "is 1; raise --algorithm.epochs or leave --limits.epoch-kl out"
             )
         if self.score_centering and rollout.top_k:
             raise ValueError(
-                f"config: algorithm.score_centering={self.score_centering} takes what its ids leave as one class, and "
-                f"rollout.top_k={rollout.top_k} leaves nothing; leave one of --algorithm.score-centering and "
-                "--rollout.top-k out"
+                f"config: algorithm.score_centering={self.score_centering} needs samples of the whole vocabulary, and "
+                f"rollout.top_k={rollout.top_k} cuts it; leave --algorithm.score-centering or --rollout.top-k out"
             )
         if critic.train and (self.name or self.advantage) and parts.advantage != "gae":
             raise ValueError(
-                f"config: critic.train makes advantages by gae, and algorithm has advantage={parts.advantage!r}, which "
-                "reads no values; leave --critic.train out, or set --algorithm.advantage gae"
+                f"config: critic.train trains a critic, and advantage={parts.advantage!r} does not read its values; "
+                "leave --critic.train out, or set --algorithm.advantage gae"
             )
         if staleness and self.samples_greedily:
             raise ValueError(
-                f"config: rollout.staleness={staleness} learns from samples of older weights, and greedy_baseline "
-                "compares them with answers of the newest (ReMax); leave one of --rollout.staleness and "
-                "--algorithm.greedy-baseline out, or take another advantage than remax"
+                f"config: rollout.staleness={staleness} learns from samples of older weights, and the greedy baseline "
+                "(ReMax) would compare them with answers of the newest weights; leave --rollout.staleness out, or "
+                "leave --algorithm.greedy-baseline out and take another advantage than remax"
             )
         if parts.dynamic_sampling and samples_per_prompt == 1:
             raise ValueError(
-                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise it or set "
-                "--algorithm.dynamic-sampling 0"
+                "config: dynamic_sampling needs samples that can differ, got samples_per_prompt=1; raise "
+                "--samples-per-prompt or set --algorithm.dynamic-sampling 0"
             )
 
     def _refuse(self, key: str, reason: str) -> NoReturn:
@@ -277,6 +279,6 @@ class AlgorithmConfig:
 
 
 def split_importance(importance: str) -> tuple[Level, str]:
-    """Split the name of an importance weight into level and kind: ``sequence`` and ``masked``."""
+    """Split the name of an importance weight into level and kind: ``sequence_masked`` is sequence and masked."""
     level, _, kind = importance.rpartition("_")
     return cast(Level, level or "token"), kind

@@ -1,4 +1,4 @@
-"""Checks of the critic and the reference, which run beside the actor and read its sequences."""
+"""Checks of the critic and the reference, which read the same sequences as the actor."""
 
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,15 @@ def check_beside_actor(
     platform_name: str,
     longest: int,
 ) -> ModelSpec:
-    """Read the critic or the reference, checked against the actor beside which it runs.
+    """Read the critic's or the reference's model, and check it against the actor's.
 
     Args:
-        name: of the model. find: finds its folder. longest: tokens of the longest sequence.
+        role: ``critic`` or ``reference``. name: name of the model. find: returns the folder of a model, given its name.
+        actor: the actor's model. config: settings of the engine. longest: tokens of the longest sequence.
 
     Raises:
-        ValueError: it cannot be held, sees other images, or knows fewer tokens or positions than the actor uses.
+        ValueError: the engine cannot hold the model, or the model processes images otherwise, or has fewer tokens or
+            positions than the actor uses.
     """
     option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
     try:
@@ -39,26 +41,26 @@ def check_beside_actor(
     for what, have, need in requirements:
         if have < need:
             raise ValueError(
-                f"{role} ({option}): the model in {name!r} has {have} {what}, expected at least {need}; take one of "
-                "the actor's tokenizer and length"
+                f"{role} ({option}): the model in {name!r} has {have} {what}, expected at least {need}; take a model "
+                "with the actor's tokenizer and at least its positions"
             )
     return model
 
 
 def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:
-    """Raise ValueError where a model is given other tokens or pixels for an image than the actor, or none."""
+    """Raise ValueError if a model and the actor differ in tokens or pixels of images, or one has no vision."""
     seeing = [(spec.folder, spec.vision) for spec in (model, actor) if spec.vision]
     if not seeing:
         return
     if len(seeing) == 1:
-        who = "this model" if model.vision is None else "the actor"
-        raise ValueError(f"model: {who} cannot see images and the other can; take two of a kind")
+        who, other = ("this model", "the actor") if model.vision is None else ("the actor", "this model")
+        raise ValueError(f"model: {who} cannot see images and {other} can; take two models with vision, or two without")
     tokens = [(vision.banned_tokens, vision.image_token) for _, vision in seeing]
     cut = [(vision.patch, vision.merge, vision.temporal_patch) for _, vision in seeing]
     if tokens[0] != tokens[1] or cut[0] != cut[1]:
         raise ValueError(
             f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
-            f"{cut[1]}; take two that agree"
+            f"{cut[1]}; take two models of the same family and size of patches"
         )
     from engines.images.processor import ImageProcessor
 
@@ -66,7 +68,7 @@ def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:
     if differing := sorted(key for key in settings | actor_settings if settings.get(key) != actor_settings.get(key)):
         raise ValueError(
             f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(differing)}, "
-            "so that both would see other pixels; make them alike"
+            "so that the two models would see different pixels; copy preprocessor_config.json from one to the other"
         )
 
 

@@ -1,4 +1,4 @@
-"""Settings by dotted key; and those that change as a run is resumed, with their check."""
+"""Settings as dotted keys, and the check of settings that change when a run is resumed."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from typing import Any
 from rlworker.config.run import TrainingConfig
 
 Changes = dict[str, tuple[Any, Any]]
-"""Key -> the run's value, and the value with which it goes on."""
+"""Dotted key -> value that the run has stored, and value with which it is to be resumed."""
 
 _MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets", "sources", "buckets")
 """Settings whose value is a mapping."""
@@ -26,12 +26,12 @@ _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 
 
 def flatten_config(config: Any) -> dict[str, Any]:
-    """Spell a config as dotted key -> value: ``{"steps": 100, "actor.tp": 1, "actor.optimizer.lr": 1e-6, ...}``."""
+    """Return a config as dotted key -> value: ``{"steps": 100, "actor.tp": 1, "actor.optimizer.lr": 1e-6, ...}``."""
     return flatten(asdict(config))
 
 
 def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
-    """Spell nested settings as dotted key -> value; a pass-through dict counts as one value."""
+    """Return nested settings as dotted key -> value; a setting whose value is a mapping counts as one value."""
     flat = {}
     for key, value in settings.items():
         nested = isinstance(value, dict) and key not in _MAPPINGS
@@ -40,10 +40,10 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def read_changes(folder: Path, config: TrainingConfig) -> Changes:
-    """Read the settings that a run's folder has stored, and list those that differ from a config to resume it with.
+    """Read the settings that a run folder has stored, and return those that differ from ``config``, to resume the run.
 
     Raises:
-        ValueError: as ``read_differences``, or the run would be another one with the changes.
+        ValueError: as for ``read_differences``, or a changed setting belongs to the run and must not change.
     """
     changes = read_differences(folder, config)
     _check_changes(changes, config, str(folder))
@@ -51,7 +51,7 @@ def read_changes(folder: Path, config: TrainingConfig) -> Changes:
 
 
 def read_differences(folder: Path, config: TrainingConfig) -> Changes:
-    """Read the settings that a run's folder has stored, and list those that differ from a config.
+    """Read the settings that a run folder has stored, and return those that differ from ``config``.
 
     A setting that did not exist when the run was started counts as having its present default.
 
@@ -84,14 +84,14 @@ def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> Non
     if refused := {key: change for key, change in changes.items() if key not in {*_MAY_CHANGE, *inside}}:
         was = ", ".join(f"{key} was {before!r}, is {now!r}" for key, (before, now) in refused.items())
         raise ValueError(
-            f"{where} other settings of its model, its data or its order: {was}. Set them as they were, or begin "
-            f"another run in another --run-dir, from this one's weights with --model {folder}/checkpoints/step_N/hf"
+            f"{where} other settings of its model, its data or the order of its data: {was}. Set them back, or start a "
+            f"new run from its weights: --run-dir ANOTHER --model {folder}/checkpoints/step_N/hf"
         )
     optimizer = config.actor.optimizer
     cut = next((key for key in ("algorithm.mini_batches", "algorithm.epochs") if key in changes), None)
     if cut and optimizer.lr_scheduler != "constant" and not optimizer.lr_decay_steps:
         raise ValueError(
-            f"{where} {cut}={changes[cut][1]}: the {optimizer.lr_scheduler} "
-            "decay over the whole run counts optimizer steps, of which the steps so far had another number; set "
-            "--actor.optimizer.lr-decay-steps to the optimizer step that ends it"
+            f"{where} {cut}={changes[cut][1]}, which changes the number of optimizer steps of a step: the "
+            f"{optimizer.lr_scheduler} decay over the whole run would end elsewhere; set "
+            "--actor.optimizer.lr-decay-steps to the optimizer step at which the decay ends"
         )

@@ -1,4 +1,4 @@
-"""Settings from a command line."""
+"""Read settings from a command line."""
 
 import argparse
 import sys
@@ -23,10 +23,10 @@ def parse_config(
     """Read settings from the command line. ``--help`` shows settings without a section, ``--help SECTION`` a section.
 
     Args:
-        default: a frozen dataclass; fields that are dataclasses are its sections. Settings that the command line does
-            not name keep its values. Settings of a run are first fitted to the named model and platform.
+        default: a frozen dataclass, whose fields that are dataclasses are its sections. Settings that the command line
+            does not name keep the default's values, which for a run are first fitted to the named model and platform.
         description: description of the program for ``--help``; None takes the docstring of the default's class.
-        args: arguments in place of the program's own. prog: the program's name in place of its file's.
+        args: arguments instead of the program's own. prog: name of the program instead of its file's name.
 
     Raises:
         SystemExit: help was asked for, or the command line is wrong; the message names the option and a remedy.

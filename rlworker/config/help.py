@@ -1,4 +1,4 @@
-"""Help about settings, which shows a section at a time."""
+"""Show help about settings, one section at a time."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -13,8 +13,11 @@ from engines.validation import collect_bounds, spell_bounds
 
 
 def show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
-    """Print help and end the program: of the section that the first of the ``following`` words names, or else of the
-    settings without a section, with a list of all sections."""
+    """Print help and end the program.
+
+    The help is about the section that the first of the ``following`` words names, or else about the settings without a
+    section, with a list of all sections.
+    """
     sections = {f.name: getattr(default, f.name) for f in fields(default)}
     sections = {name: value for name, value in sections.items() if is_dataclass(value)}
     section = next((word for word in following[:1] if not word.startswith("-")), "")

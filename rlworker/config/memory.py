@@ -1,4 +1,4 @@
-"""Memory that a run takes: of each process on its device, and of all of them on one machine."""
+"""The memory that a run takes: for each process on its device, and for all processes on one machine."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
 
 GB = 2**30
 _PROCESS = {"trainer": 0.5 * GB, "rollout": 1.7 * GB, "scorer": 0.2 * GB, "driver": 0.6 * GB, "ray": 0.6 * GB}
-"""Bytes that a process takes before it holds a model, where all share one machine's memory (measured on a CPU)."""
+"""Bytes that a process takes before it holds a model, if all share one machine's memory (measured on a CPU)."""
 _PIECES = 0.45
 """Bytes that the heap of a trainer's process keeps beside each byte of activations, since a freed tensor leaves a gap
 which the next does not fit (glibc on a CPU: 0.48 with micro-batches of 2,048 slots of SmolLM2, 0.43 of 4,096)."""
 _STORE = 0.2 * GB
-"""Bytes of weights on their way in Ray's object store, beside a batch."""
+"""Bytes of weights in Ray's object store during a weight sync, in addition to a batch."""
 _THRESHOLD = "RAY_memory_usage_threshold"
-"""Variable of the share of a machine's memory from which on Ray ends processes (0.95, Ray 2.60)."""
+"""Variable with the share of a machine's memory from which on Ray ends processes (0.95, Ray 2.60)."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one process on its device.
+    """Memory of one process on its device, in bytes.
 
     Attributes:
-        name: kind of process. count: number of such processes; 0 for the sum over processes that share a device.
+        name: kind of process.
+        count: number of processes of this kind; 0 for the sum over processes that share a device.
         roles: engine -> its memory; a rollout engine counts its weights as parameters and its KV cache as activations.
     """
 
@@ -51,8 +52,11 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Total bytes on the device. Engines of a process run one after the other, so that neither activations nor
-        offloaded weights, which are on the device only to compute, add up."""
+        """Total bytes on the device.
+
+        The engines of a process compute one after the other, so that of activations and of offloaded weights, which are
+        on the device only to compute, the largest counts and not the sum.
+        """
         resident = sum(memory.total - memory.computing for memory in self.roles.values())
         return resident + max(memory.computing for memory in self.roles.values())
 
@@ -67,7 +71,11 @@ class Need:
 
 
 def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
-    """List the memory of a run's processes: the largest rank of each stage, then a rollout engine."""
+    """List the memory of a run's processes: the largest rank of each pipeline stage, then a rollout engine.
+
+    Args:
+        models: role -> model.
+    """
     needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
         needs.append(_plan_rollout(config, models["actor"]))
@@ -121,20 +129,26 @@ def _count_micro_batch_slots(config: Config) -> int:
 
 
 def count_row_slots(config: Config) -> int:
-    """Count the slots of the longest sample."""
+    """Count the slots of the longest sample, padding included."""
     actor = config.actor
     unit = compute_slot_unit(actor.tp, actor.cp, actor.pad_to_multiple_of)
     return (actor.layout == "bshd" and actor.slots) or -(-config.longest // unit) * unit
 
 
 def count_share(config: Config) -> int:
-    """Count the samples of a mini-batch on each replica."""
+    """Count the samples of a mini-batch that each replica gets."""
     return -(-config.rows_per_mini_batch // config.actor.dp)
 
 
 def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bool]:
-    """Return the memory of all processes of a run on this machine, at the longest samples, as text, and whether it
-    fits."""
+    """Estimate the memory of all processes of a run on this machine, with the longest samples.
+
+    Args:
+        models: role -> model.
+
+    Returns:
+        the estimate as text, and whether it fits.
+    """
     total = _read_machine_bytes()
     limit = float(os.environ.get(_THRESHOLD) or 0.95) * total
     parts = _list_machine_parts(config, models)

@@ -14,10 +14,13 @@ from hardware.platforms import get_platform
 
 
 def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:
-    """Read the model's config and the names and shapes of its weights, and check that both engines can hold it.
+    """Read a model's config and the names and shapes of its weights, and check that both engines can hold it.
+
+    Args:
+        folder: the model's folder. platform_name: name of the platform. actor, rollout: settings of the engines.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: an engine cannot hold the model.
     """
     model = ModelSpec.from_folder(folder)
     check_trainable(model, actor, platform_name)
@@ -26,7 +29,7 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
 
 
 def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> None:
-    """Raise ValueError where a rollout engine cannot hold the model."""
+    """Raise ValueError if a rollout engine cannot hold the model."""
     rollout.check_model(model)
     platform = get_platform(platform_name)
     if model.head_dim not in platform.rollout_head_dims:
@@ -39,14 +42,14 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
 
 
 def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
-    """Raise ValueError where a training engine cannot hold the model, or its folder does not hold its weights."""
+    """Raise ValueError if a training engine cannot hold the model, or the model's folder lacks its weights."""
     config.check_model(model)
     check_rules(model, config, get_platform(platform_name))
     check_folder(model)
 
 
 def check_folder(model: ModelSpec) -> None:
-    """Raise ValueError where a model's folder does not hold its weights, or the settings of its image processor."""
+    """Raise ValueError if a model's folder lacks its weights, or the settings of its image processor."""
     SafetensorsFolder(model.folder).check(model)
     if model.vision:
         from engines.images.placeholders import list_margin_tokens
@@ -59,31 +62,33 @@ def _check_processor(folder: str) -> None:
     """Raise ValueError where a folder has no settings of its image processor."""
     if not any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         raise ValueError(
-            f"model: {folder!r} has no preprocessor_config.json, which says how images are cut; save it there"
+            f"model: {folder!r} has no preprocessor_config.json, which says how images are cut; copy it there from the "
+            "model's source"
         )
 
 
 def check_rules(model: ModelSpec, actor: MegatronConfig, platform: Platform) -> None:
-    """Raise ValueError where the platform honours none of a rule's forms, or an override does nothing."""
+    """Raise ValueError if the platform cannot compute an attention rule of the model for training, or if an
+    ``attention_override`` in ``actor`` has no effect."""
     for name in actor.attention_override:
         if name.split("/")[0] not in platform.attention_backends:
             raise ValueError(
-                f"actor: attention_override {name!r} is of a backend that platform {platform.name!r} does not use; it "
-                f"uses {list(platform.attention_backends)}"
+                f"actor: attention_override {name!r} names a backend that platform {platform.name!r} does not use, "
+                f"expected one of {list(platform.attention_backends)}; leave it out of --actor.attention-override"
             )
     for rule in set(model.rules):
         find_backend(platform.attention_backends, actor.layout, actor.cp, rule, actor.attention_override)
 
 
 def check_rollout_rules(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:
-    """Raise ValueError where vLLM on the machine that rolls out honours not all of the rules, or an override does
-    nothing."""
+    """Raise ValueError if vLLM on the platform cannot compute all attention rules of the model, or if an
+    ``attention_override`` in ``rollout`` has no effect."""
     backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)
     used = {f"{backend}/{part}" for part in list_parts(model.rules)}
     if idle := sorted(set(rollout.attention_override) - used):
         raise ValueError(
-            f"rollout: attention_override {idle} does nothing for this model, which rolls out by {backend} on platform "
-            f"{platform.name!r} and needs {sorted(used)}; leave it out"
+            f"rollout: attention_override {idle} does nothing for this model, which uses {sorted(used)} on platform "
+            f"{platform.name!r}; leave it out of --rollout.attention-override"
         )
 
 

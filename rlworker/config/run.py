@@ -26,25 +26,26 @@ from rlworker.config.sections import (
 from rlworker.config.validation import ValidationConfig
 
 _FP32_LIMITS = 2e-5, 5e-3
-"""Mean and max of |rollout - trainer logprob| beyond which something is wrong rather than rounded."""
+"""Mean and largest |rollout - trainer logprob| in float32; larger ones are not due to rounding."""
 _FLOORS, _MOST = 5.0, 0.5
-"""In bfloat16 the limit on the mean is so many floors, and at most the second: models round by 0.02 to 0.1."""
+"""In bfloat16 the limit on the mean is this multiple of the floor, at most the second number: models round by 0.02 to
+0.1."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 """Trackers that a run can open by name; rlworker/tracking/named_trackers.py opens them."""
 
 
 def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
-    """Return the settings with a decay over the whole run, unless they state a length."""
+    """Return the settings with a decay over ``optimizer_steps``, unless they set its length."""
     optimizer = engine.optimizer
     whole = max(optimizer_steps, optimizer.lr_warmup_steps + 1)
     return replace(engine, optimizer=replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or whole))
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """Parse ``A:B`` to the steps from A to B; an empty text names none.
+    """Parse ``A:B`` to the range of steps from A to B; an empty text gives an empty range.
 
     Raises:
-        ValueError: it is not two whole numbers, from 1 to ``steps`` and in their order.
+        ValueError: the text is not two whole numbers with 1 <= A <= B <= ``steps``.
     """
     if not text:
         return range(0)
@@ -102,42 +103,42 @@ class TrainingConfig:
         return parse_steps(self.profile_steps, self.steps)
 
     def choose_metric(self) -> str:
-        """Choose the metric by which a checkpoint is the best; ValueError where there is none of that name."""
+        """Choose the metric by which checkpoints are compared; ValueError if there is no metric of that name."""
         return self.validation.choose_metric(self.data.heldouts, self.eval_every, self._heldout_ending)
 
     def keeps_samples(self, step: int) -> bool:
-        """Return True for a step whose samples are kept without an evaluation too."""
+        """Tell whether samples of a step are stored even if the step has no evaluation."""
         return step in (1, self.steps)
 
     @property
     def models(self) -> dict[str, str]:
-        """The folder of each training engine's model, by role."""
+        """Role -> name or folder of the model, for each training engine."""
         return {"actor": self.model}
 
     @property
     def num_workers(self) -> int:
-        """Devices that the run's worker processes hold at once."""
+        """Number of devices that the run's workers hold at once."""
         raise NotImplementedError
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """List the groups of workers in the order of their placement: name, number of workers, devices of a worker,
-        and the number of consecutive workers that must share a node."""
+        """The groups of workers in the order of their placement: name, number of workers, devices of a worker, and
+        number of consecutive workers that must share a node."""
         raise NotImplementedError
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The type of the weights and activations of each section's engines."""
+        """Section of the settings -> type of the weights and activations of its engines."""
         return {"actor": self.actor.dtype}
 
     def fit_to_model(self) -> Self:
-        """Fit the run to its model. A recipe with sizes that depend on the model overrides this."""
+        """Return the settings fitted to the model. A recipe with sizes that depend on the model overrides this."""
         return self
 
     def move_to_platform(self, name: PlatformName) -> Self:
-        """Move the run to another kind of machine. Engines of the type that is usual on the one take the other's.
+        """Return the settings for another platform. Engines with the old platform's default dtype get the new one's.
 
-        A recipe that takes its sizes from the machine overrides this.
+        A recipe whose sizes depend on the machine overrides this.
         """
         usual, dtype = (get_platform(each).default_dtype for each in (self.platform, name))
         engines = {
@@ -201,7 +202,8 @@ class RunConfig(TrainingConfig):
         if self.samples_per_step < self.actor.dp * self.algorithm.mini_batches:
             raise ValueError(
                 f"config: prompts_per_step x samples_per_prompt = {self.samples_per_step} samples cannot feed "
-                f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise one of them"
+                f"mini_batches={self.algorithm.mini_batches} on {self.actor.dp} data-parallel ranks; raise "
+                "--prompts-per-step or --samples-per-prompt"
             )
         self.actor.check_longest(self.longest)
         if self.prompts_per_step < self.rollout.engines:
@@ -216,8 +218,8 @@ class RunConfig(TrainingConfig):
                 else "max_prompt_tokens + max_new_tokens"
             )
             raise ValueError(
-                f"config: {name} = {self.longest} exceeds rollout.max_model_len={self.rollout.max_model_len}; raise it "
-                "or lower one of them"
+                f"config: {name} = {self.longest} exceeds rollout.max_model_len={self.rollout.max_model_len}; raise "
+                f"--rollout.max-model-len or lower {name}"
             )
 
     def keeps_samples(self, step: int) -> bool:
@@ -225,12 +227,12 @@ class RunConfig(TrainingConfig):
 
     @property
     def trains_critic(self) -> bool:
-        """A critic learns beside the actor."""
+        """Tell whether a critic is trained."""
         return self.critic.train or self.algorithm.parts.advantage == "gae"
 
     @property
     def image_memory_mb(self) -> int:
-        """Memory that the largest image may take, decoded, in every process that decodes it."""
+        """Most memory in MB of a row's images while a process decodes them."""
         return min(self.actor.image_memory_mb, self.rollout.image_memory_mb)
 
     @property
@@ -239,23 +241,23 @@ class RunConfig(TrainingConfig):
 
     @property
     def rows_per_mini_batch(self) -> int:
-        """Samples of the largest mini-batch."""
+        """Number of samples of the largest mini-batch."""
         return -(-self.samples_per_step // self.algorithm.mini_batches)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Most tokens of a sequence."""
         return max(self.environment.tokens, self.data.max_prompt_tokens + self.rollout.max_new_tokens)
 
     @property
     def actor_of_run(self) -> MegatronConfig:
-        """The actor's settings with a decay over the whole run, unless they state a length."""
+        """The actor's settings; unless they set the length of the decay, it ends with the run."""
         steps = self.steps - (self.critic.warmup_steps if self.trains_critic else 0)
         return set_decay(self.actor, steps * self.algorithm.optimizer_steps)
 
     @property
     def critic_of_run(self) -> MegatronConfig:
-        """The actor's settings at the critic's rate."""
+        """The actor's settings with the critic's learning rate."""
         lr, optimizer = self.critic.lr, self.actor.optimizer
         share = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
         critic = replace(self.actor, optimizer=replace(optimizer, lr=lr, min_lr=lr * share))
@@ -263,7 +265,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def models(self) -> dict[str, str]:
-        """The folder of each training engine's model, by role."""
+        """Role -> name or folder of the model, for each training engine."""
         folders = {"actor": self.model}
         if self.algorithm.parts.kl_coef or self.algorithm.reference:
             folders["reference"] = self.algorithm.reference or self.model
@@ -273,14 +275,13 @@ class RunConfig(TrainingConfig):
 
     @property
     def num_workers(self) -> int:
-        """Devices that the run's worker processes hold at once."""
+        """Number of devices that the run's workers hold at once."""
         own = 0 if self.placement.colocate else self.rollout.devices
         return own + self.actor.ranks * (1 + len(set(self.placement.dedicated_devices)))
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """List the groups of workers in the order of their placement: name, number of workers, devices of a worker,
-        and the number of consecutive workers that must share a node. Colocated engines are left out."""
+        """The groups of workers as in ``TrainingConfig.worker_groups``, without colocated rollout engines."""
         trainers = ["actor", *dict.fromkeys(self.placement.dedicated_devices)]
         engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
         apart = [] if self.placement.colocate else [engines]
@@ -288,17 +289,17 @@ class RunConfig(TrainingConfig):
 
     @property
     def takes_floor(self) -> bool:
-        """The limit on the mean |rollout - trainer logprob| comes from a measurement when the run begins."""
+        """Tell whether the limit on the mean |rollout - trainer logprob| is measured when the run begins."""
         return self.limits.logprob_diff_mean is None and not self._is_fp32
 
     def check_trains(self) -> None:
-        """Raise ValueError where the settings ask for an evaluation, which trains nothing."""
+        """Raise ValueError if ``evaluate`` is set, with which nothing is trained."""
         if self.evaluate:
-            raise ValueError("config: evaluate trains nothing, and this program trains; it is launch that evaluates")
+            raise ValueError("config: evaluate is set, and Trainer only trains; leave --evaluate out, or call launch")
 
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:
-        """Find the mean and max of |rollout - trainer logprob| that stop the run, in bfloat16 by the mean ``floor`` of
-        the weights that it began with; None where that was not measured."""
+        """Return the mean and largest |rollout - trainer logprob| beyond which the run ends; in bfloat16 the mean
+        follows from ``floor``, the mean difference of the first weights, or None if it was not measured."""
         bf16 = _MOST if floor is None else min(_MOST, _FLOORS * floor), float("inf")
         mean, largest = _FP32_LIMITS if self._is_fp32 else bf16
         own = self.limits.logprob_diff_mean, self.limits.logprob_diff_max
@@ -306,7 +307,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def importance(self) -> Importance:
-        """Kind of importance weight of each token's loss, where the loss is the configured one."""
+        """Kind of importance weight of each token's loss, with ``auto`` resolved."""
         is_off_policy = self.rollout.staleness > 0 or not self._is_fp32
         if (kind := self.algorithm.importance) != "auto":
             return kind
@@ -314,7 +315,7 @@ class RunConfig(TrainingConfig):
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The type of the weights and activations of each section's engines."""
+        """Section of the settings -> type of the weights and activations of its engines."""
         return super().dtypes | {"rollout": self.rollout.dtype}
 
     @property
@@ -322,14 +323,13 @@ class RunConfig(TrainingConfig):
         return {*self.dtypes.values()} == {"float32"}
 
     def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:
-        """Read every model of the run by role, checked against the engines that will hold it.
+        """Return role -> model for every model of the run, checked against the engines that will hold it.
 
         Args:
-            find: finds the folder that the name of a model means.
+            find: returns the folder of a model, given its name.
 
         Raises:
-            ValueError: one cannot be held, the reference does not know the actor's vocabulary, or scores are to be
-                centered by more tokens than that has.
+            ValueError: an engine cannot hold a model, or a model has fewer tokens than another setting needs.
         """
         specs = {"actor": check_engines(find(self.model), self.platform, self.actor, self.rollout)}
         if (top := self.algorithm.score_centering) > (vocab := specs["actor"].vocab):

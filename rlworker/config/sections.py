@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 from engines.validation import FINITE, LARGEST, PassThrough, check_types
 
 LARGEST_REWARD = 1e6
-"""Size beyond which a reward counts as failed: GRPO squares rewards in float32."""
+"""Largest absolute reward, beyond which an episode counts as failed: GRPO squares rewards in float32."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,18 @@ class DataConfig:
             if not getattr(self, name):
                 raise ValueError(f"data: {name} must not be empty; set it to the name of a field of your rows")
         if clashes := sorted({"messages", "tools", "documents", "add_generation_prompt"} & {*self.chat_template_args}):
-            raise ValueError(f"data: chat_template_args may not set {clashes}: each prompt has its own; drop them")
+            raise ValueError(
+                f"data: chat_template_args may not set {clashes}, which each prompt sets itself; leave them out"
+            )
         if wrong := [name for name in self.heldout_sets if not re.fullmatch(r"[A-Za-z0-9.-]+", name)]:
             raise ValueError(
-                f"data: heldout_sets has the name {wrong[0]!r}, which metrics are named by; take letters, digits, dots "
-                "and hyphens"
+                f"data: heldout_sets has the name {wrong[0]!r}, which becomes part of metrics' names; use only "
+                "letters, digits, dots and hyphens in it"
             )
 
     @property
     def heldouts(self) -> dict[str, str]:
-        """The source of each held-out set by its name; that of ``heldout`` is empty."""
+        """Name of each held-out set -> its source; the name of ``heldout`` is empty."""
         return ({"": self.heldout} if self.heldout else {}) | self.heldout_sets
 
 
@@ -119,7 +121,7 @@ class CurriculumConfig:
         self._check_schedule()
 
     def weigh_sources(self, train: str) -> dict[str, float]:
-        """Return the weight of each source of rows.
+        """Return source of rows -> weight.
 
         Args:
             train: ``DataConfig.train``.
@@ -129,18 +131,20 @@ class CurriculumConfig:
     def _check_schedule(self) -> None:
         if self.difficulty_field and not self.buckets:
             raise ValueError(
-                f"curriculum: difficulty_field={self.difficulty_field!r} does nothing without buckets; set "
-                "--curriculum.buckets, such as 1 1 2 1 for difficulties up to 1 and up to 2 alike"
+                f"curriculum: difficulty_field={self.difficulty_field!r} does nothing without buckets; leave it out or "
+                "set --curriculum.buckets to the largest difficulty and the weight of each bucket: 1 3 2 1 makes a "
+                "bucket of difficulties up to 1 with weight 3, and one of those above 1 up to 2 with weight 1"
             )
         if self.advance_at and not self.difficulty_field:
             raise ValueError(
-                f"curriculum: advance_at={self.advance_at} opens buckets of rows whose difficulty is known; set "
-                "--curriculum.difficulty-field and --curriculum.buckets"
+                f"curriculum: advance_at={self.advance_at} opens buckets one after another, which needs rows with a "
+                "difficulty; set --curriculum.difficulty-field and --curriculum.buckets, or leave "
+                "--curriculum.advance-at out"
             )
         if self.advance_at and not next(iter(self.buckets.values())):
             raise ValueError(
-                "curriculum: the first of buckets has weight 0, and advance_at opens no other before it; give it one "
-                "in --curriculum.buckets"
+                "curriculum: the first bucket has weight 0, so that with advance_at no prompt could be drawn at first; "
+                "give it a weight above 0 in --curriculum.buckets"
             )
 
 

@@ -39,47 +39,48 @@ class SftConfig(TrainingConfig):
         self.actor.check_longest(self.longest)
         if self.rows_per_step < self.actor.dp:
             raise ValueError(
-                f"config: rows_per_step={self.rows_per_step} cannot feed {self.actor.dp} data-parallel ranks; raise it"
+                f"config: rows_per_step={self.rows_per_step} leaves some of {self.actor.dp} data-parallel ranks "
+                "without a row; raise --rows-per-step"
             )
 
     @property
     def rows_per_mini_batch(self) -> int:
-        """Rows of an optimizer step, which is the whole step."""
+        """Number of rows of an optimizer step, which is the whole step."""
         return self.rows_per_step
 
     @property
     def longest(self) -> int:
-        """Length of the longest row, in tokens."""
+        """Most tokens of a row."""
         return self.data.max_prompt_tokens + self.max_answer_tokens
 
     @property
     def actor_of_run(self) -> MegatronConfig:
-        """The engine's settings with a decay over the whole run, unless they state a length."""
+        """The actor's settings; unless they set the length of the decay, it ends with the run."""
         return set_decay(self.actor, self.steps)
 
     @property
     def models(self) -> dict[str, str]:
-        """The folder of the one model, by its role."""
+        """Role -> folder of the model, for the only model."""
         return {"actor": self.model}
 
     @property
     def num_workers(self) -> int:
-        """Devices that the run's worker processes hold at once."""
+        """Number of devices that the run's workers hold at once."""
         return self.actor.ranks
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """Name, ranks, devices of a rank and consecutive ranks in one node of the one group of workers."""
+        """The only group of workers: name, ranks, devices of a rank, and consecutive ranks that must share a node."""
         return [("actor", self.actor.ranks, 1, self.actor.tp)]
 
     def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:
-        """Return the one model by its role, checked against the engine that will hold it.
+        """Return role -> model for the only model, checked against the engine that will hold it.
 
         Args:
-            find: finds the folder that the name of a model means.
+            find: returns the folder of a model, given its name.
 
         Raises:
-            ValueError: it cannot be held, or has fewer positions than the longest row takes.
+            ValueError: the engine cannot hold the model, or the model has fewer positions than the longest row.
         """
         model = ModelSpec.from_folder(find(self.model))
         check_trainable(model, self.actor, self.platform)

@@ -8,13 +8,16 @@ if TYPE_CHECKING:
     from rlworker.config.sft import SftConfig
 
 _TOKEN_BYTES = 100
-"""Bytes of a token in a batch that has every column of ``TrainBatch`` with one entry."""
+"""Bytes of a token in a batch with every column of ``TrainBatch`` that has one entry per token."""
 _TOP_BYTES = 12
-"""Bytes of one of its likeliest ids: the id, and two log-probabilities."""
+"""Bytes of one of the likeliest ids of a token: the id, and two log-probabilities."""
 
 
 def count_batch_bytes(config: TrainingConfig) -> int:
-    """Count the bytes that the largest batch of a run takes between its processes, with the results beside it."""
+    """Count the bytes in Ray's object store while the largest batch of a run travels between processes.
+
+    The count is twice the batch at its longest, since the ranks' results are in the store at the same time.
+    """
     if isinstance(config, RunConfig):
         top = _TOP_BYTES * max(config.algorithm.score_centering, config.rollout.top_k)
         return 2 * (_TOKEN_BYTES + top) * config.samples_per_step * config.longest

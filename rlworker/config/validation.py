@@ -11,12 +11,12 @@ from engines.validation import FINITE, LARGEST, check_types
 
 
 def name_set(name: str) -> str:
-    """Name the metric of a held-out set: ``heldout``, or ``heldout/NAME`` of a set with a name."""
+    """Return the metric of a held-out set: ``heldout``, or ``heldout/NAME`` if the set has a name."""
     return f"heldout/{name}" if name else "heldout"
 
 
 def list_sizes(samples: int) -> list[int]:
-    """List each k of pass@k and maj@k for so many samples: 1, 2, 4 and so on, and the number of samples itself."""
+    """List each k of pass@k and maj@k for a number of samples: 1, 2, 4 and so on, and the number itself."""
     return [*(2**power for power in range(samples.bit_length()) if 2**power < samples), samples] if samples else []
 
 
@@ -41,10 +41,11 @@ class ValidationConfig:
         check_types("validation", self)
 
     def list_metrics(self, sets: Iterable[str], ending: str = "") -> list[str]:
-        """List the metrics of held-out sets, by their names, that tell how good a checkpoint is.
+        """List the metrics of held-out sets by which checkpoints can be compared.
 
         Args:
-            ending: of the name of a set's first metric.
+            sets: names of the sets.
+            ending: ending of the name of a set's first metric, such as ``_loss``.
         """
         sizes = list_sizes(self.samples)
         further = [f"_mean_at_{self.samples}"] if sizes else []
@@ -52,13 +53,13 @@ class ValidationConfig:
         return [f"{name_set(name)}{each}" for name in sets for each in (ending, *further)]
 
     def choose_metric(self, sets: Collection[str], eval_every: int, ending: str = "") -> str:
-        """Choose the metric by which a checkpoint is the best.
+        """Choose the metric by which checkpoints are compared.
 
         Args:
-            sets, ending: as ``list_metrics``.
+            sets, ending: as for ``list_metrics``. eval_every: steps between validations.
 
         Raises:
-            ValueError: there is no such metric, or validations are too few for the patience.
+            ValueError: there is no such metric, or there are too few validations for ``patience``.
         """
         metrics = self.list_metrics(sets, ending)
         if self.metric and self.metric not in metrics:

@@ -19,15 +19,17 @@ from rlworker.data.sources import iterate_rows
 from rlworker.data.turns import write_turn
 
 FIELD, TOOLS = "messages", "tools"
-"""Fields of a row that has a conversation in place of a prompt and its answer, and of the schemas of its tools."""
+"""Fields of a row with a conversation: its messages, and the JSON schemas of its tools."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, the JSON schemas of the tools that its assistant may call, and where it stands.
+    """A conversation of a row.
 
     Attributes:
-        first: number of the first message that may be learned; those before it are the prompt of a completion.
+        messages: the chat messages. tools: JSON schemas of the tools that the assistant may call.
+        source: the whole row. where: place of the row, for messages.
+        first: number of the first message that may be learned; messages before it are the prompt of a completion.
     """
 
     messages: tuple[dict, ...]
@@ -42,7 +44,9 @@ class Piece:
     """A piece of a conversation's text.
 
     Attributes:
-        is_said: the assistant says it: it is learned. is_open: it lacks the token that ends the assistant's turn.
+        text: the text.
+        is_said: whether the assistant says it, so that it is learned.
+        is_open: whether it lacks the token that ends the assistant's turn.
     """
 
     text: str
@@ -51,8 +55,10 @@ class Piece:
 
 
 def has_conversations(path: str, data: DataConfig) -> bool:
-    """Tell by their first whether the rows at ``path`` are conversations: they have ``messages`` and no prompt,
-    messages for a prompt and no answer, or messages for a completion."""
+    """Tell by the first row at ``path`` whether the rows are conversations.
+
+    They are if they have ``messages`` and no prompt, messages as a prompt and no answer, or messages as a completion.
+    """
     source: dict = next((source for _, source in iterate_rows(path)), {})
     prompt, answer = source.get(data.prompt_field), source.get(data.answer_field)
     if prompt is None:
@@ -64,10 +70,10 @@ def has_conversations(path: str, data: DataConfig) -> bool:
 
 
 def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]:
-    """Iterate over the conversations at ``path``, their fields checked.
+    """Yield the conversations at ``path``, with their fields checked.
 
     Raises:
-        ValueError: one is broken, by place, row and field.
+        ValueError: a conversation is broken; the message has place, row and field.
     """
     kind = None
     for where, source in iterate_rows(path):
@@ -100,10 +106,11 @@ def _read_messages(place: str, messages: Any, data: DataConfig) -> list[dict]:
 
 
 def check_examples(path: str, data: DataConfig) -> None:
-    """Check the fields of every row, of conversations too; otherwise as ``check_rows``.
+    """Check the fields of every row at ``path``, conversations included, without a tokenizer. It is ``check_rows`` for
+    SFT.
 
     Raises:
-        ValueError: there are no rows, a row is broken, or of TRL's has nothing to learn; the message has place, row and
+        ValueError: there are no rows, a row is broken, or a row has nothing to learn; the message has place, row and
             field.
     """
     if has_conversations(path, data):
@@ -114,23 +121,23 @@ def check_examples(path: str, data: DataConfig) -> None:
     for where, source in iterate_rows(path) if data.format == "trl" else ():
         if source.get(COMPLETION) is None and source.get(data.answer_field) is None:
             raise ValueError(
-                f'{where}: field "{COMPLETION}" is missing, the row has {", ".join(source)}; it is what supervised '
-                "training learns"
+                f'{where}: field "{COMPLETION}" is missing, the row has {", ".join(source)}; give the completion, '
+                "which supervised training learns"
             )
 
 
 def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequence[str]) -> list[list[Piece]]:
-    """Write a conversation by the chat template, as one sequence or several.
+    """Render a conversation by the chat template, as one sequence of pieces or several sequences.
 
-    Where the template rewrites earlier messages, for instance by dropping their thinking, another sequence begins.
-    Every message of the assistant is learned in one of the sequences.
+    Where the template rewrites earlier messages, for instance by dropping their thinking, a new sequence begins. Every
+    message of the assistant is learned in one of the sequences.
 
     Args:
         ends: texts of the tokens that end the assistant's turn.
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.
-        ValueError: the written turn would lack a tool call.
+        ValueError: the rendered turn would lack a tool call.
     """
     messages, tools, written = conversation.messages, conversation.tools, None
     sequences: list[list[Piece]] = []
@@ -142,7 +149,7 @@ def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequenc
         if message.get("tool_calls"):
             until = render_messages(messages[: number + 1], tokenizer, tools, goes_on=False)
             if not until.startswith(prompt + said):
-                raise ValueError("it begins a message that calls tools otherwise than it has the model begin one")
+                raise ValueError("it renders the start of a message with tool calls in another way than a prompt's end")
         if written is None or not prompt.startswith(written):
             sequences.append([])
             written = ""
@@ -158,7 +165,8 @@ class ConversationEncoder:
     """Encodes conversations to token ids.
 
     Args:
-        ends: ids of the tokens that end the assistant's turn; without one in the template the tokenizer's eos is used.
+        ends: ids that each end the assistant's turn; if the template writes none of them, the tokenizer's eos is added.
+        image_reader: reader of a vision-language model; None for text.
     """
 
     def __init__(self, tokenizer: Any, ends: Sequence[int], data: DataConfig, image_reader: ImageReader | None = None):
@@ -168,14 +176,14 @@ class ConversationEncoder:
     def encode(
         self, conversation: Conversation, images: tuple[Image, ...]
     ) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[Image, ...]]]:
-        """Encode a conversation to sequences.
+        """Encode a conversation to one sequence or several.
 
         Returns:
             for each sequence its ids, the learned spans ``(first, end)``, and its images in the order of their tokens.
 
         Raises:
-            ValueError: the template refuses the messages, the assistant shows an image, or the messages have places for
-                another number of images.
+            ValueError: the template refuses the messages, the assistant shows an image, or the number of images differs
+                from their places.
         """
         where = conversation.where
         if not self.tokenizer.chat_template:
@@ -183,7 +191,10 @@ class ConversationEncoder:
         for message in conversation.messages if self.image_reader else ():
             said = flatten_content(message.get("content")) or ""
             if message["role"] == "assistant" and (MARKER in said or VIDEO_MARKER in said):
-                raise ValueError(f"{where}: the assistant's message {said[:80]!r} has an image: only others have some")
+                raise ValueError(
+                    f"{where}: the assistant's message {said[:80]!r} has an image, which only messages of other roles "
+                    "may have; remove it"
+                )
         try:
             sequences = write_conversation(conversation, self.tokenizer, self.ends)
         except Exception as error:  # a template raises one kind for roles and orders, and others on values

@@ -1,4 +1,4 @@
-"""Encoding of a text that follows other tokens, and decoding of ids that follow another id.
+"""Encode a text that follows other tokens, and decode ids that follow another id.
 
 Many tokenizers encode a text differently at the start than after other text. Llama's and Mistral's put a space before
 any text (``Prepend``, ``Metaspace``). A token with ``rstrip``, as in Phi-3, takes the white space after it. Only the
@@ -12,16 +12,16 @@ from itertools import takewhile
 from typing import Any
 
 ORDINARY = -1
-"""The id that stands for any token of plain text, as ``<s>`` is none."""
+"""Stands for the id of any token of plain text, in contrast to special tokens such as ``<s>``."""
 _LETTERS = ("\n", "0")
 """Letters that stand for the plain text before a boundary; no text begins with letters that merge with both."""
 
 
 def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
-    """Encode a text that follows other tokens: the ids ``[T]`` that the joint text has after the boundary.
+    """Encode a text that follows other tokens, ``[T]`` ids, so that they decode as a continuation.
 
-    The ids before the boundary stay as they are. Where the joint text would merge letters across the boundary, the text
-    is encoded as after a letter with which it does not merge. Special tokens may be written out; none is added.
+    The ids before the boundary stay as they are. If the joint text would merge letters across the boundary, the text is
+    encoded as after a letter with which it does not merge. Special tokens in the text are recognised; none is added.
 
     Args:
         last: the token before the text: its id, ``ORDINARY``, or None at the start of a sequence.
@@ -39,8 +39,11 @@ def encode_after(tokenizer: Any, last: int | None, text: str) -> list[int]:
 
 
 def decode_after(tokenizer: Any, last: int, token_ids: Sequence[int]) -> str:
-    """Decode ids ``[T]`` as they stand behind the token ``last``: with the space that Llama's kind drops from the
-    beginning of a text. Special tokens are written out."""
+    """Decode ids ``[T]`` that follow the token ``last``, with the space that tokenizers such as Llama's drop at a
+    start.
+
+    Special tokens are written out.
+    """
     head, whole = _decode(tokenizer, [last]), _decode(tokenizer, [last, *token_ids])
     if whole.startswith(head):
         return whole[len(head) :]
@@ -48,11 +51,16 @@ def decode_after(tokenizer: Any, last: int, token_ids: Sequence[int]) -> str:
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str], is_plain: Sequence[bool]) -> list[list[int]]:
-    """Encode the texts that sequences begin with. A plain one comes after the special tokens that the tokenizer opens a
-    text with, unless it has them written out; a chat template has written its own.
+    """Encode the texts that sequences begin with.
+
+    A plain text gets the special tokens with which the tokenizer opens a text, unless it has them written out; the text
+    of a chat template has its own.
+
+    Args:
+        is_plain: for each text, whether it is plain.
 
     Raises:
-        ValueError: the tokenizer makes other ids of a text once it adds special tokens.
+        ValueError: the tokenizer changes the ids of a text when it adds special tokens.
     """
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     if True not in is_plain:
@@ -73,7 +81,7 @@ def _find_opening(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
     if whole[count : count + len(ids)] != ids:
         raise ValueError(
             f"model: the tokenizer makes {whole[:20]} of {text[:80]!r} with its special tokens, expected {ids[:20]} "
-            "with further ones around it; take the tokenizer that belongs to the model, saved as tokenizer.json"
+            "with further ids around them; take the tokenizer that belongs to the model, saved as tokenizer.json"
         )
     return whole[:count]
 

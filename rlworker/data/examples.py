@@ -1,4 +1,4 @@
-"""Rows with their answers, as supervised training learns from them."""
+"""Rows with answers, as supervised training learns from them."""
 
 from dataclasses import dataclass
 
@@ -24,9 +24,11 @@ class Example:
     """A sequence to learn from.
 
     Attributes:
-        ids: prompt and answer, the token that ends the answer last; or a conversation.
-        prompt_length: how many come before the first that is learned.
-        turns: where each turn of the model in a conversation begins and ends; without them all after the prompt is one.
+        ids: prompt and answer, ending with the token that ends the answer; or a whole conversation.
+        prompt_length: number of ids before the first id that is learned.
+        images: images and videos in the order of their tokens.
+        turns: begin and end of each of the model's turns in a conversation; empty where everything after the prompt is
+            learned.
     """
 
     ids: tuple[int, ...]
@@ -35,7 +37,7 @@ class Example:
     turns: tuple[tuple[int, int], ...] = ()
 
     def mark_learned(self) -> np.ndarray:
-        """Mark the ids that are learned: ``[T]`` bool."""
+        """Return a mask of the ids that are learned, ``[T]`` bool."""
         learned = np.zeros(len(self.ids), bool)
         for first, end in self.turns or ((self.prompt_length, len(self.ids)),):
             learned[first:end] = True
@@ -45,13 +47,16 @@ class Example:
 def read_examples(
     path: str, tokenizer, config: SftConfig, model: ModelSpec, image_reader: ImageReader | None = None
 ) -> tuple[list[Example], int]:
-    """Read the rows at ``path`` as examples, and how many were skipped because they are too long.
+    """Read the rows at ``path`` as examples.
 
-    A row has a prompt and its answer, or a conversation; of a conversation the assistant's messages are learned.
+    A row has a prompt and an answer, or a conversation, of which the assistant's messages are learned.
+
+    Returns:
+        the examples, and the number of rows that were skipped because they are too long.
 
     Raises:
-        ValueError: as ``read_rows``; an answer or a conversation is too long or has an image token, or a token is not
-            in the model's vocabulary.
+        ValueError: as for ``read_rows``; an answer or a conversation is too long or has an image token, or a token is
+            not in the model's vocabulary.
     """
     stops = list_stop_tokens(model.folder, tokenizer, model.vocab)
     if has_conversations(path, config.data):
@@ -68,7 +73,9 @@ def read_examples(
                 f"data: {path}: the chat template refuses {row.answer[:80]!r} as the assistant's message: {error}"
             ) from None
         if markers := [marker for marker in (MARKER, VIDEO_MARKER) if marker in row.answer and image_reader]:
-            raise ValueError(f"data: {path}: the answer {row.answer[:80]!r} has {markers[0]}: only prompts have images")
+            raise ValueError(
+                f"data: {path}: the answer {row.answer[:80]!r} has {markers[0]}, which only prompts may have; remove it"
+            )
         if banned := set(answer) & set(model.banned_tokens):
             raise ValueError(
                 f"data: {path}: the answer {row.answer[:80]!r} has tokens {sorted(banned)}, which stand for images; "
@@ -80,7 +87,7 @@ def read_examples(
         elif not config.data.skip_long_prompts:
             raise ValueError(
                 f"data: {path}: the answer {row.answer[:80]!r} has {len(answer) - 1} tokens and an end, expected at "
-                f"most {most}; raise --max-answer-tokens or leave long ones out with --data.skip-long-prompts"
+                f"most {most}; raise --max-answer-tokens or skip long answers with --data.skip-long-prompts"
             )
     if not examples:
         raise ValueError(f"data: {path}: all answers are longer than {most} tokens; raise --max-answer-tokens")
@@ -100,8 +107,8 @@ def _read_conversations(
             if not data.skip_long_prompts:
                 raise ValueError(
                     f"{each.where}: the conversation has {size} tokens, expected at most data.max_prompt_tokens + "
-                    f"max_answer_tokens = {config.longest}; raise one of them or leave long ones out with "
-                    "--data.skip-long-prompts"
+                    f"max_answer_tokens = {config.longest}; raise --data.max-prompt-tokens or --max-answer-tokens, or "
+                    "skip long conversations with --data.skip-long-prompts"
                 )
             skipped += 1
             continue
@@ -131,7 +138,11 @@ def _encode_answer(row: Row, tokenizer, ends: list[str]) -> list[int]:
 
 
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:
-    """Batch the examples' tokens; the learned tokens count."""
+    """Make a batch of examples, in which the learned tokens count.
+
+    Args:
+        vision: description of a model that sees images; None for text.
+    """
     ids = [example.ids for example in examples]
     columns = make_image_columns(ids, [example.images for example in examples], vision) if vision else {}
     return TrainBatch.from_ids(ids, sampled=[example.mark_learned() for example in examples], **columns)

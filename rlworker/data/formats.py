@@ -1,4 +1,4 @@
-"""Rows of other projects read as this project's: verl's, and TRL's of a prompt and its completion."""
+"""Read rows in the formats of verl and TRL as rows of this project."""
 
 import json
 import reprlib
@@ -11,15 +11,15 @@ from rlworker.data.sources import iterate_rows
 REWARD_MODEL, TRUTH, COMPLETION = "reward_model", "ground_truth", "completion"
 """Fields of verl's rows, and of TRL's."""
 _PREFERENCES = ("chosen", "rejected", "label")
-"""Fields of TRL's rows by which answers are compared."""
+"""Fields of TRL's rows that compare answers."""
 
 Format = Literal["own", "verl", "trl"]
 
 
 def find_format(fields: Collection[str], data: DataConfig) -> Format:
-    """Find the format of rows by the fields of the first: this project's has the answer in a field of its own.
+    """Find the format of rows by the fields of the first row, unless ``data.format`` names it.
 
-    Where ``data.format`` names another, that is it.
+    ``own`` is this project's: it has the answer in the field ``data.answer_field``.
     """
     if data.format != "auto":
         return data.format
@@ -31,11 +31,13 @@ def find_format(fields: Collection[str], data: DataConfig) -> Format:
 
 
 def iterate_formatted(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows of a source as ``(place, row)``, an answer in ``data.answer_field`` of each whatever their
-    format. All other fields stay.
+    """Yield the rows of a source as ``(place, row)``, each with its answer in ``data.answer_field``.
+
+    All other fields stay as they are.
 
     Raises:
-        ValueError: as ``iterate_rows``, or a row has no answer where its format has it; by place and field.
+        ValueError: as for ``iterate_rows``, or a row has no answer where its format has it; the message has place and
+            field.
     """
     kind = None
     for where, source in iterate_rows(path):
@@ -77,7 +79,7 @@ def _read_completion(where: str, source: dict, data: DataConfig) -> str:
 
 
 def check_type(where: str, source: dict) -> None:
-    """Raise ValueError for a row of TRL's whose type nothing here learns from: a preference, or text alone."""
+    """Raise ValueError for a TRL row from which nothing here learns: a preference, or a single text."""
     found = [name for name in _PREFERENCES if source.get(name) is not None]
     if "chosen" in found or "rejected" in found or (found and isinstance(source.get(COMPLETION), str | list)):
         raise ValueError(

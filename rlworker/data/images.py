@@ -19,19 +19,20 @@ from rlworker.config.sections import DataConfig
 from rlworker.data.messages import MARKER, VIDEO_MARKER
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-"""Endings of images' files."""
+"""Endings of the names of image files."""
 _VIDEO_KEYS = {"path": str, "fps": float, "rate": float, "frames": list[int]}
 
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Turns the images of rows into references, with the sizes of one vision-language model.
+    """Turns the images and videos of rows into references to files, with the sizes that one vision-language model sees.
 
     Attributes:
-        folder: receives the images that rows hold as bytes.
-        limit: largest number of bytes of a row's images while they are decoded.
-        newlines: tokens of newlines alone, count -> id, for a family that surrounds images by newlines.
-        opened: references by path, so that an image is read once; for videos by path and settings.
+        processor: the model's image processor.
+        folder: folder to which images are written that rows hold as bytes.
+        limit: most bytes of a row's images while they are decoded.
+        newlines: count -> id of the token that is so many newlines, for a family that surrounds images by newlines.
+        opened: path (of videos: path and settings) -> reference, so that each file is opened once.
     """
 
     processor: ImageProcessor
@@ -45,31 +46,33 @@ class ImageReader:
         return self.processor.vision
 
     def read_row(self, source: dict, where: str, data: DataConfig, base: Path) -> tuple[Image, ...]:
-        """Return the images of a row in order, then its videos.
+        """Return the images of a row in order, followed by its videos.
 
         Args:
+            source: the row. where: place of the row, for messages.
             base: the folder that relative paths start from.
 
         Raises:
-            ValueError: an image is missing, unreadable, or too large; the message names row and image.
+            ValueError: an image or video is missing, unreadable or too large; the message names row and image.
         """
         for name in {"video", "videos"} - {data.video_field}:
             if source.get(name):
                 raise ValueError(
-                    f'{where}: field "{name}" has videos, which are looked for in "{data.video_field}"; name the field '
-                    f"with --data.video-field {name}, or leave it out"
+                    f'{where}: field "{name}" has videos, but videos are read from field "{data.video_field}"; set '
+                    f'--data.video-field {name}, or remove field "{name}" from the rows'
                 )
         images = self.read_images(_list(source.get(data.image_field)), f'{where}: field "{data.image_field}"', base)
         if not (videos := _list(source.get(data.video_field))):
             return images
         if reason := self.vision.tower.no_videos:
             raise ValueError(
-                f'{where}: field "{data.video_field}" has videos, which this model is not shown: {reason}; give images'
+                f'{where}: field "{data.video_field}" has videos, but this model cannot be given videos here: '
+                f'{reason}; remove the field, or give frames as images in field "{data.image_field}"'
             )
         return self._read_videos(videos, f'{where}: field "{data.video_field}"', base, images)
 
     def read_images(self, sources: Sequence[Any], where: str, base: Path) -> tuple[Image, ...]:
-        """Return images that belong together, each a path or ``{"bytes": ...}``, as ``read_row`` does."""
+        """Return the images of ``sources``, each a path or ``{"bytes": ...}``, with the checks of ``read_row``."""
         images = []
         for number, value in enumerate(sources):
             place = f"{where}, image {number}"
@@ -127,7 +130,7 @@ class ImageReader:
         return path
 
     def replace_markers(self, text: str, tokenizer: Any) -> str:
-        """Replace a prompt's markers by the model's image tokens; tokens around a video's frames are added later."""
+        """Replace ``<image>`` and ``<video>`` in a prompt by one token each, which ``expand_ids`` repeats later."""
         vision = self.vision
         ids = [vision.start_token, vision.image_token, vision.end_token]
         ids += [] if vision.tower.no_videos or vision.video_token is None else [vision.video_token]
@@ -142,7 +145,7 @@ class ImageReader:
         return text.replace(VIDEO_MARKER, *video) if video else text
 
     def refuse_other_fields(self, source: dict, where: str, data: DataConfig) -> None:
-        """Raise ValueError where a row seems to have images, in another field than the one that is asked for."""
+        """Raise ValueError if a row seems to have images in a field other than ``data.image_field``."""
         for name, value in source.items():
             if name in (data.image_field, data.video_field, data.prompt_field, data.answer_field):
                 continue
@@ -151,11 +154,11 @@ class ImageReader:
             if is_image or (isinstance(first, str) and first.lower().endswith(_ENDINGS)):
                 raise ValueError(
                     f'{where}: field "{name}" seems to have images, and no row has any in "{data.image_field}"; name '
-                    f"the field with --data.image-field {name}, or leave it out of rows that are text alone"
+                    f'the field with --data.image-field {name}, or remove field "{name}" if rows are text alone'
                 )
 
     def check_places(self, ids: Sequence[int], images: Sequence[Image], where: str, data: DataConfig) -> None:
-        """Raise ValueError where ids have places for another number of images, or of videos."""
+        """Raise ValueError if the number of images or videos differs from their places in a prompt's ids."""
         videos = sum(isinstance(image, Video) for image in images)
         for token, kind, marker, count, option in (
             (self.vision.image_token, "images", MARKER, len(images) - videos, "image_field"),
@@ -171,23 +174,25 @@ class ImageReader:
     def expand_ids(
         self, ids: Sequence[int], images: tuple[Image, ...], where: str, data: DataConfig
     ) -> tuple[list[int], tuple[Image, ...]]:
-        """Repeat the token of each image as often as the tower makes tokens of it, and put a video's frames in the
-        place of its own: ``[n] -> [m]`` ids.
+        """Repeat each image token as often as the image has tokens, and replace each video token by the tokens of its
+        frames.
 
         Args:
+            ids: ids of a prompt, ``[n]``.
             images: images and videos of the prompt, each kind in order.
+            where: place of the prompt, for messages.
 
         Returns:
-            the ids, and the images and videos in the order of their places.
+            the ids ``[m]``, and the images and videos in the order of their places.
 
         Raises:
-            ValueError: the prompt has places for another number of images, or newlines that would be lost beside one.
+            ValueError: the number of images differs from their places, or newlines would be lost beside an image.
         """
         vision, ids = self.vision, list(ids)
         stills = [image for image in images if not isinstance(image, Video)]
         videos = [image for image in images if isinstance(image, Video)]
         if vision.tower.no_videos and vision.video_token in ids:
-            raise ValueError(f"{where}: the prompt has the token of a video; give images")
+            raise ValueError(f"{where}: the prompt has the token of a video, which this model cannot see; give images")
         self.check_places(ids, images, where, data)
         check_margins(ids, vision, self.newlines, where)
         expanded: list[int] = []
@@ -227,16 +232,20 @@ def _read_video(value: Any, place: str) -> dict[str, Any]:
     settings = {key: setting for key, setting in settings.items() if setting is not None}  # tables fill rows up
     for key, setting in settings.items():
         if key not in _VIDEO_KEYS:
-            raise ValueError(f"{place} has {key!r}, expected some of {', '.join(_VIDEO_KEYS)}; leave it out")
+            raise ValueError(f"{place} has {key!r}, expected some of {', '.join(_VIDEO_KEYS)}; remove {key!r}")
         if not fits(_VIDEO_KEYS[key], setting):
             raise ValueError(f"{place} has {key} {setting!r}, expected {spell(_VIDEO_KEYS[key])}")
     if "rate" in settings and "frames" in settings:
-        raise ValueError(f"{place} has both rate and frames; say by one of them what is shown")
+        raise ValueError(f"{place} has both rate and frames, which both choose the frames; remove one of the two")
     return settings
 
 
 def build_image_reader(model: ModelSpec, run_dir: str, limit_mb: int) -> ImageReader:
-    """Make the image reader of a vision-language model, which writes into the run folder."""
+    """Make the image reader of a vision-language model, which stores images in the run folder.
+
+    Args:
+        limit_mb: most memory in MB of a row's images while they are decoded.
+    """
     vision = model.require_vision()
     newlines = read_newlines(model.folder) if vision.tower.margin else {}
     return ImageReader(ImageProcessor(model.folder, vision), Path(run_dir) / "images", limit_mb * 2**20, newlines)

@@ -1,4 +1,4 @@
-"""Chat messages of rows and of environments: their checks, and their rendering by the model's chat template."""
+"""Check chat messages of rows and environments, and render them by the model's chat template."""
 
 import difflib
 import json
@@ -11,11 +11,12 @@ MARKER, VIDEO_MARKER = "<image>", "<video>"
 """The markers that stand for an image and a video in the text of a prompt."""
 
 MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
-"""Type of a message's part -> its marker in the text."""
+"""Type of a message's part -> marker in the text."""
 
 
 def set_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Set variables that the tokenizer's chat template reads, such as ``enable_thinking``, for all that it writes.
+    """Set variables that the tokenizer's chat template reads, such as ``enable_thinking``, for everything that it
+    renders.
 
     Raises:
         ValueError: there is no template, or it does not read a variable.
@@ -39,16 +40,17 @@ def set_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None
 
 
 def add_system(messages: Sequence[dict], system: str) -> tuple[dict, ...]:
-    """Put a system message before messages that begin with another; without a text they stay as they are."""
+    """Return the messages with a system message before them, unless they begin with one or ``system`` is empty."""
     if not system or messages[0]["role"] == "system":
         return tuple(messages)
     return {"role": "system", "content": system}, *messages
 
 
 def check_messages(messages: Sequence[Any], place: str) -> None:
-    """Raise ValueError, by ``place`` and message, where one has no role, or content that a template cannot write.
+    """Raise ValueError if a message has no role, or has content that a template cannot write.
 
-    Content is text or parts. A message with ``tool_calls`` may be without.
+    Content is text or parts. It may be missing in a message with ``tool_calls``. The error's text begins with ``place``
+    and the number of the message.
     """
     for number, message in enumerate(messages):
         where = f"{place}, message {number} (from 0)"
@@ -64,17 +66,21 @@ def check_messages(messages: Sequence[Any], place: str) -> None:
 
 
 def list_parts(content: Any) -> list[dict]:
-    """List the parts of a message's content, or the messages of a prompt; none where it is text."""
+    """Return the parts of a message's content, or the messages of a prompt; an empty list if it is text."""
     return content if isinstance(content, list) else []
 
 
 def has_images(prompt: Any) -> bool:
-    """Return True where some part of a message is an image or a video."""
+    """Tell whether a part of any message is an image or a video."""
     return any(part.get("type") in MARKERS for m in list_parts(prompt) for part in list_parts(m.get("content")))
 
 
 def flatten_content(content: Any) -> str | None:
-    """Return a message's content as text, images and videos as markers; None where it is neither text nor parts."""
+    """Return the ``content`` of a chat message as one text, with ``<image>`` and ``<video>`` for images and videos.
+
+    ``content`` is text or a list of parts ``{"type": "text", "text": ...}``, ``{"type": "image"}`` or ``{"type":
+    "video"}``. The result is None for any other content.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -86,11 +92,11 @@ def flatten_content(content: Any) -> str | None:
 def render_messages(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence = (), goes_on: bool = True
 ) -> str:
-    """Write messages by the tokenizer's chat template; markers stand for images.
+    """Render messages by the tokenizer's chat template; ``<image>`` and ``<video>`` stand for images and videos.
 
     Args:
-        tools: JSON schemas, or functions with types and a docstring that transformers makes them of.
-        goes_on: write up to the start of the model's turn, instead of the end of the last message.
+        tools: JSON schemas, or functions with types and a docstring, from which transformers makes schemas.
+        goes_on: whether to render up to the start of the model's next turn, instead of the end of the last message.
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.

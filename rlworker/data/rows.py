@@ -1,4 +1,4 @@
-"""Rows to learn from: files and data sets in, tokenised prompts out, and which of them each step takes."""
+"""Rows to learn from: read files and data sets, tokenize prompts, and pick the rows of each step."""
 
 import json
 import reprlib
@@ -42,10 +42,10 @@ class Row:
 
     Attributes:
         prompt: the prompt's text, chat template applied.
-        prompt_ids: its token ids, with image tokens and the tokenizer's opening tokens (BOS).
+        prompt_ids: token ids of the prompt, with image tokens and the tokenizer's opening tokens (BOS).
         answer: the answer, for the reward function.
         source: the whole row in plain Python values, for reward functions that need more.
-        images: its images and videos in order.
+        images: the images and videos of the prompt, in order.
         messages: the chat messages of the prompt; empty for plain text.
     """
 
@@ -59,27 +59,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one source.
-
-    Attributes:
-        skipped: how many were left out because their prompt is too long.
-    """
+    """The rows of one source; ``skipped`` is the number of rows that were left out for too long a prompt."""
 
     rows: list[Row]
     skipped: int
 
 
 def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingProxyType({})):
-    """Load the tokenizer saved with a model, with variables of its chat template set.
+    """Load the tokenizer that is saved with a model, and set variables of its chat template.
 
     Raises:
-        ValueError: there is none that can be read, or it has no end-of-sequence token, so that nothing would end an
+        ValueError: the folder has no readable tokenizer; it has no end-of-sequence token, so that nothing would end an
             answer; or the chat template does not read a variable.
     """
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make an empty tokenizer without a word
         raise ValueError(
-            f"model: folder {folder!r} has no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); save it there"
+            f"model: folder {folder!r} has no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); save one there"
         )
     if (Path(folder) / "tokenizer.json").is_file():
         # The whole tokenizer as it was saved; the class of the model's own name would import torch to read the same.
@@ -91,20 +87,23 @@ def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingP
     except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ValueError(f"model: the tokenizer in {folder!r} cannot be read ({error}); save it there again") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set one")
+        raise ValueError(
+            f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set eos_token in its "
+            "tokenizer_config.json"
+        )
     set_template_arguments(tokenizer, template_arguments)
     tokenizer.clean_up_tokenization_spaces = False  # Llama 3's drops spaces that were sampled, as that before a comma
     return tokenizer
 
 
 def list_stop_tokens(folder: str, tokenizer: Any, vocab: int) -> tuple[int, ...]:
-    """List the tokens that end an answer: the tokenizer's, those of ``read_ends``, and the one with which the chat
-    template ends an answer.
+    """List the ids that end an answer: the tokenizer's eos, those of ``read_ends``, and the chat template's end of a
+    turn.
 
-    A model that was tuned to chat ends its turns with a token that its tokenizer need not call the end (Gemma).
+    A model that was tuned to chat may end its turns with a token that its tokenizer does not call eos (Gemma).
 
     Raises:
-        ValueError: as ``read_ends``, and where the model of ``vocab`` tokens lacks the tokenizer's.
+        ValueError: as for ``read_ends``, or the model has ``vocab`` tokens and the tokenizer's eos is beyond them.
     """
     ids = [tokenizer.eos_token_id, *read_ends(folder, vocab)]
     if ids[0] >= vocab:
@@ -115,10 +114,10 @@ def list_stop_tokens(folder: str, tokenizer: Any, vocab: int) -> tuple[int, ...]
 
 
 def read_ends(folder: str, vocab: int) -> list[int]:
-    """Read the end-of-sequence tokens that ``generation_config.json`` names, or in its stead ``config.json``.
+    """Read the end-of-sequence ids that ``generation_config.json`` names, or else ``config.json``.
 
     Raises:
-        ValueError: a file cannot be read or names no tokens, or the model of ``vocab`` tokens lacks one.
+        ValueError: a file cannot be read, or names an id that the model of ``vocab`` tokens does not have.
     """
     for path in (Path(folder, name) for name in ("generation_config.json", "config.json")):
         ids = _read_ends(path)
@@ -149,10 +148,10 @@ def _read_ends(path: Path) -> list[int]:
 
 
 def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], vocab: int) -> None:
-    """Raise ValueError where ids are not in the model's vocabulary of ``vocab`` tokens.
+    """Raise ValueError if ids are not below ``vocab``, the number of tokens of the model.
 
     Args:
-        texts: the prompts of ``ids``, for the message.
+        texts: for each prompt in ``ids``, its text for the message.
     """
     for text, numbers in zip(texts, ids, strict=True):
         if max(numbers) >= vocab:
@@ -163,7 +162,7 @@ def check_vocabulary(texts: Sequence[str], ids: Sequence[Sequence[int]], vocab: 
 
 
 def check_rows(path: str, data: DataConfig) -> None:
-    """Check the fields of every row, without a tokenizer.
+    """Check the fields of every row at ``path`` without a tokenizer, which is quick.
 
     Raises:
         ValueError: there are no rows, or a row is broken; the message has place, row and field.
@@ -175,16 +174,16 @@ def check_rows(path: str, data: DataConfig) -> None:
 def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader | None" = None) -> Rows:
     """Read the rows of a source (``DataConfig.train`` lists the kinds) and tokenize their prompts.
 
-    Messages (``[{"role": ..., "content": ...}, ...]``) go through the tokenizer's chat template. Text stays as it is,
-    after the tokenizer's opening tokens, unless ``data.instruction`` makes it a message.
+    Messages (``[{"role": ..., "content": ...}, ...]``) go through the chat template. Text is only preceded by the
+    tokenizer's opening tokens, unless ``data.instruction`` or ``data.system`` makes it a message.
 
     Args:
-        image_reader: reader of a vision-language model; without one a row with images is refused.
+        image_reader: reader of a vision-language model; without it a row with images is refused.
 
     Raises:
-        ValueError: there are no rows, or a row is broken; a prompt is too long, or with ``skip_long_prompts`` all are;
-            an image cannot be read, or the prompt has places for another number of images. The message has place, row
-            and field.
+        ValueError: there are no rows, a row is broken, a prompt is too long (with ``skip_long_prompts``: all are), an
+            image cannot be read, or the number of images differs from their places. The message has place, row and
+            field.
     """
     places, sources, texts, images, chats = [], [], [], [], []
     for where, source in _iterate_checked(path, data):
@@ -211,8 +210,8 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
             continue
         if not 0 < len(ids) <= limit:
             raise ValueError(
-                f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change it, raise '
-                "--data.max-prompt-tokens or leave long ones out with --data.skip-long-prompts"
+                f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change the prompt,'
+                " raise --data.max-prompt-tokens or skip long prompts with --data.skip-long-prompts"
             )
         rows.append(Row(text, tuple(ids), source[data.answer_field], source, own, chat))
     if not rows:
@@ -226,7 +225,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
 def read_images(
     source: dict, prompt: Any, where: str, data: DataConfig, base: Path, image_reader: "ImageReader | None"
 ) -> tuple[Image, ...]:
-    """Read the images and videos of a row as ``ImageReader.read_row``; ValueError where the model sees none."""
+    """Read the images and videos of a row by ``ImageReader.read_row``; ValueError if the model has no vision."""
     if image_reader:
         return image_reader.read_row(source, where, data, base)
     if source.get(data.image_field) or source.get(data.video_field) or has_images(prompt):
@@ -277,7 +276,7 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
 
 
 def check_chat(messages: Sequence[Any], place: str, data: DataConfig) -> None:
-    """Raise ValueError where a chat template cannot take a row's messages; the message begins with ``place``."""
+    """Raise ValueError if a chat template cannot take the messages of a row; the error's text begins with ``place``."""
     check_messages(messages, place)
     if any(set(part) - {"type", "text"} for m in messages for part in list_parts(m.get("content"))):
         raise ValueError(
@@ -287,8 +286,8 @@ def check_chat(messages: Sequence[Any], place: str, data: DataConfig) -> None:
         )
     if messages and data.instruction:
         raise ValueError(
-            f"{place} has messages, which data.instruction does not go into; write it into them and set "
-            '--data.instruction ""'
+            f"{place} has messages, but data.instruction is added only to prompts that are text; write the instruction "
+            'into the messages and set --data.instruction ""'
         )
     for text in (text for m in messages for text in (m["role"], flatten_content(m.get("content")) or "")):
         _check_encodable(place, text)
@@ -336,10 +335,10 @@ def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataC
 
 
 def pick_rows(rows: Sequence[Item], count: int, start: int, seed: int) -> list[Item]:
-    """Pick the next ``count`` rows of a run that has taken ``start`` before.
+    """Pick the next ``count`` rows of a run that has taken ``start`` rows before.
 
-    Epochs follow one another, each in its own order, and a step may straddle two. The choice depends on the arguments
-    alone, so a resumed run sees the rows of the uninterrupted run.
+    Each epoch has an order of its own, and a step may straddle two epochs. The choice depends on the arguments alone,
+    so a resumed run sees the same rows as an uninterrupted run.
     """
     chosen_rows = []
     for place in range(start, start + count):

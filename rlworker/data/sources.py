@@ -9,12 +9,15 @@ from itertools import takewhile
 from pathlib import Path
 
 _SAVED = ("dataset_dict.json", "state.json")
-"""Files of a folder that datasets.save_to_disk wrote."""
+"""Files in a folder that ``datasets`` wrote by ``save_to_disk``."""
 
 
 def find_base_folder(path: str) -> Path:
-    """Find the folder of relative paths within rows: the folder of their file, the rows' own folder, for a pattern the
-    part before its first wildcard, for the hub the working directory."""
+    """Return the folder from which relative paths in rows start.
+
+    It is the folder of the rows' file, the folder of rows itself, the part of a pattern before its first wildcard, or
+    for a data set of the hub the working directory.
+    """
     if path.startswith("hf:"):
         return Path()
     if Path(path).is_file():
@@ -25,9 +28,9 @@ def find_base_folder(path: str) -> Path:
 
 
 def iterate_rows(path: str) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows of a source as ``(place, row)``; ``DataConfig.train`` lists the kinds of sources.
+    """Yield the rows of a source as ``(place, row)``; ``DataConfig.train`` lists the kinds of sources.
 
-    A place names the source and the row of a table, from 0, or the line of a file, from 1.
+    A place names the source, and the row of a table from 0, or the line of a file from 1.
 
     Raises:
         ValueError: the source is missing or cannot be read.
@@ -63,7 +66,7 @@ def _read_lines(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def list_files(path: str) -> list[str]:
-    """List the files that have the rows at ``path`` and nothing else: JSONL or parquet; none for a data set."""
+    """Return the JSONL or parquet files with the rows at ``path``; empty for a data set of the hub or a saved one."""
     if path.startswith("hf:"):
         return []
     return [path] if Path(path).is_file() else _list_shards(path)

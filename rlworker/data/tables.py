@@ -1,4 +1,4 @@
-"""Tables of rows: parquet files, saved data sets, and data sets of the HuggingFace hub."""
+"""Read tables of rows: parquet files, saved data sets, and data sets of the HuggingFace hub."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 _BATCH = 100
-"""Rows of a table that become Python values at once; they may hold images."""
+"""Number of rows that become Python values at a time, since rows may hold images."""
 
 _CHAT_KEYS = {"role", "function"}
-"""A message has the one, a tool's schema the other."""
+"""A chat message has the key ``role``, a tool's schema the key ``function``."""
 
 
 def iterate_tables(path: str, shards: Sequence[str]) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows of a table as ``iterate_rows`` does.
+    """Yield the rows of a table as ``(place, row)``.
 
     Args:
-        shards: its parquet files; a data set of the hub, or a saved one, has none.
+        path: the source, as ``DataConfig.train`` lists them.
+        shards: parquet files at ``path``; empty for a data set of the hub or a saved one.
 
     Raises:
         ValueError: a table cannot be read.

@@ -10,8 +10,10 @@ _CHAT = ({"role": "user", "content": "question"}, {"role": "assistant", "content
 
 
 def find_turn_end(tokenizer: Any) -> str:
-    """Find the special token with which the chat template ends an answer (``<|im_end|>``); empty where there is no
-    template, or it ends answers without one."""
+    """Return the special token with which the chat template ends an answer, such as ``<|im_end|>``.
+
+    The result is empty if there is no template, or it ends answers without a special token.
+    """
     if not tokenizer.chat_template:
         return ""
     try:
@@ -29,11 +31,11 @@ def write_turn(
     ends: Sequence[str],
     tools: Sequence = (),
 ) -> tuple[str, bool]:
-    """Write the text of the model's turn: the continuation of the messages' prompt that is this answer.
+    """Return the text with which the model continues the rendered ``messages`` to give ``answer``.
 
-    The text is the answer with the template's text before it, up to the first of ``ends``; a newline after that belongs
-    to the next prompt. Where the template rewrites prompt or answer, for instance by dropping thinking, the answer
-    stays as given.
+    It is the answer with the template's text before it, up to and including the first of ``ends``; a newline after that
+    belongs to the next prompt. Where the template rewrites prompt or answer, for instance by dropping thinking, the
+    answer stays as given.
 
     Args:
         messages: messages before the answer. answer: a message of the assistant.

@@ -1,4 +1,4 @@
-"""Chat in an episode: the model's template writes the prompt, then only the text that it adds to a sequence."""
+"""Chat in an episode: the model's template writes the prompt, and later only the text that new messages add."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rlworker.data.encoding import decode_after
 from rlworker.data.messages import check_messages, render_messages
 
 ChatPart = str | tuple[int, ...]
-"""Text that is yet to be encoded, or ids that were sampled and stay as they are."""
+"""Text that has yet to be encoded, or sampled ids, which are kept as they are."""
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Pieces that messages add to a sequence, or a further sequence that they begin.
+    """The parts that new messages append to a sequence, or the new sequence that they begin.
 
     Attributes:
-        parts: to append in order; where ``is_fork``, the whole context of a further sequence.
-        is_fork: the template has rewritten or dropped earlier text.
+        parts: texts and ids to append in order; with ``is_fork``, the whole context of a new sequence.
+        is_fork: whether the template has rewritten or dropped earlier text.
     """
 
     parts: tuple[ChatPart, ...]
@@ -27,20 +27,22 @@ class Addition:
 
 
 class Chat:
-    """The messages of one episode, and the text that the template has written of them.
+    """The messages of one episode, and the text that the chat template makes of them.
 
-    Sampled ids are decoded, to compare them with the template's text, and never encoded again. White space that a
-    template trims or puts around it is no rewriting: ids that were sampled stand as they are.
+    Sampled ids are decoded to compare them with the template's text, and never encoded again. White space that a
+    template trims or adds around them is no rewriting: sampled ids are kept as they are.
 
     Args:
-        messages: of the prompt. tools: JSON schemas, or functions with types and a docstring, as transformers takes.
-        end_token_ids: each ends a turn of the model; the template writes one too.
+        tokenizer: the model's tokenizer, with the chat template.
+        messages: messages of the prompt.
+        tools: JSON schemas, or functions with types and a docstring, as transformers takes them.
+        end_token_ids: ids that each end a turn of the model; the template writes one of them too.
 
     Raises:
         ValueError: a message has no role, or content that is neither text nor parts.
 
     Attributes:
-        text: the prompt as the template writes it, and later all that it would have written up to the last message.
+        text: the template's text of all messages so far.
     """
 
     def __init__(
@@ -54,16 +56,17 @@ class Chat:
         self._sampled: list[tuple[int, ...]] = []
 
     def note(self, part: ChatPart) -> None:
-        """Take note of a part that was appended to the sequence: sampled ids, or text that is no message."""
+        """Record a part that was appended to the sequence: sampled ids, or text that is not a message."""
         self._turn.append(part)
         if not isinstance(part, str):
             self._sampled.append(part)
 
     def add(self, messages: Sequence[Mapping]) -> Addition:
-        """Add messages after the last sample, and the place where the model goes on.
+        """Add messages after the last sample, and return the parts to append, up to where the model continues.
 
         Raises:
-            ValueError: as when they are the first. jinja2.TemplateError: the template refuses them.
+            ValueError: a message has no role, or content that is neither text nor parts.
+            jinja2.TemplateError: the template refuses the messages.
         """
         check_messages(messages, "observe")
         content, end = self._read_turn()

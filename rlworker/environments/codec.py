@@ -1,4 +1,4 @@
-"""Text and images to ids, as the run's rows are read; and sampled ids to text, never the other way."""
+"""The codec encodes an environment's text and images as the run's rows are encoded, and decodes sampled ids."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:  # a model of text alone loads nothing of images
     from rlworker.data.images import ImageReader
 
 Content = str | Sequence[int] | np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""What the environment writes: text, ids, a chat message or several."""
+"""Content that an environment writes: text, ids, a chat message or several chat messages."""
 Stops = Sequence[int | str] | int | str
-"""Tokens that end a sample, by ids or by texts of one token each."""
+"""Tokens that end a sample: ids, or texts of one token each."""
 
 _current: ContextVar[Codec] = ContextVar("codec")
 
 
 @contextmanager
 def using_codec(codec: Codec) -> Iterator[None]:
-    """Let every episode that is made in this context be encoded by ``codec``."""
+    """Make ``codec`` the codec of every episode that is made in this context."""
     token = _current.set(codec)
     try:
         yield
@@ -40,7 +40,7 @@ def using_codec(codec: Codec) -> Iterator[None]:
 
 
 def get_codec() -> Codec:
-    """Return the codec of the environment that runs.
+    """Return the codec of the environment that runs now.
 
     Raises:
         RuntimeError: no environment runs.
@@ -49,7 +49,8 @@ def get_codec() -> Codec:
         return _current.get()
     except LookupError:
         raise RuntimeError(
-            "Episode: there is no tokenizer outside of an environment; call it within using_codec(...)"
+            "Episode: it was made outside of an environment, where no tokenizer is set; make it inside the "
+            "environment's function, or in a test inside `with using_codec(codec):`"
         ) from None
 
 
@@ -58,9 +59,12 @@ class Codec:
     """Encodes observations and decodes samples.
 
     Attributes:
-        tokenizer: the model's. stop_token_ids: each ends a sample. image_reader: of a model that sees images.
-        data: how rows name their fields. vocab: ids that the model has; 0 where that is not known.
-        stop_texts: each ends a sample, and is left out of what ``read_samples`` returns.
+        tokenizer: the model's tokenizer.
+        stop_token_ids: ids that each end a sample.
+        image_reader: reads images; None for a model without vision.
+        data: settings of the data, with the names of the rows' fields.
+        vocab: number of ids of the model; 0 where it is not known.
+        stop_texts: texts that each end a sample, and that ``read_samples`` leaves out.
     """
 
     tokenizer: Any
@@ -75,7 +79,11 @@ class Codec:
         return self.decode_all([token_ids])[0]
 
     def decode_all(self, samples: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
-        """Decode several pieces as ``decode`` does."""
+        """Decode several lists of ids to one text each; ids that the tokenizer does not know are left out.
+
+        Args:
+            skip_special: whether special tokens are left out.
+        """
         if not samples:
             return []  # of which the tokenizer would make one text
         arrays, size = [np.asarray(ids) for ids in samples], len(self.tokenizer)
@@ -84,7 +92,7 @@ class Codec:
         return self.tokenizer.batch_decode([ids.tolist() for ids in arrays], skip_special_tokens=skip_special)
 
     def read_samples(self, samples: Sequence[np.ndarray]) -> list[str]:
-        """Decode samples as rewards read them: without special tokens, up to the stop text that ended each."""
+        """Decode samples for rewards: without special tokens, and cut before the stop text that ended each."""
         texts = self.decode_all(samples)
         if self.stop_texts:
             heads = self.decode_all([ids[:-1] for ids in samples])  # a stop text ends within the last token
@@ -97,15 +105,15 @@ class Codec:
         return text[: min((place for place in found if place >= 0), default=len(text))]
 
     def decode_samples(self, samples: Sequence[np.ndarray]) -> list[str]:
-        """Decode samples as a parser of tool calls reads them: whole, but for the token that ended each."""
+        """Decode samples for a parser of tool calls: with special tokens, except the stop token that ended each."""
         stops = self.stop_token_ids
         return self.decode_all([ids[:-1] if len(ids) and ids[-1] in stops else ids for ids in samples], False)
 
     def encode_stops(self, stops: Stops) -> tuple[int, ...]:
-        """Find the ids of the tokens that end a sample.
+        """Return the ids of tokens that end a sample.
 
         Raises:
-            ValueError: a text is not one token, or an id is none of the model's.
+            ValueError: a text is not one token, or the model does not have an id.
         """
         ids = []
         for stop in [stops] if isinstance(stops, int | np.integer | str) else stops:
@@ -118,15 +126,18 @@ class Codec:
     def encode(
         self, parts: Sequence[Content], images: Sequence[Any], last: int | None = None, is_plain: bool = False
     ) -> Segment:
-        """Encode texts and ids that follow one another, with image tokens as rows have them.
+        """Encode a series of texts and ids to one segment, with image tokens where it has images.
 
         Args:
-            last: the id that they stand behind; None where they begin a sequence.
-            is_plain: they are a text that begins one, with the special tokens that open it, as rows of text have them.
+            parts: the texts and ids, in order.
+            images: the images of the parts, in order.
+            last: the id that stands before the parts; None where they begin a sequence.
+            is_plain: whether the parts are one text that begins a sequence, so that the tokenizer's opening special
+                tokens are added, as for rows of text.
 
         Raises:
-            ValueError: there are places for another number of images, or one cannot be read; or an id is none of the
-                model's.
+            ValueError: the number of images does not match their places, an image cannot be read, or the model does not
+                have an id.
         """
         read, ids = self._read_images(images), []
         for part in parts:
@@ -153,21 +164,21 @@ class Codec:
         if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
             raise ValueError(f"{where}: expected text, ids, or messages of role and content, got {content!r:.80}")
         if self.vocab and len(ids) and ids.max() >= self.vocab:
-            raise ValueError(f"{where}: id {ids.max()} is none of the model's, which end at {self.vocab - 1}")
+            raise ValueError(f"{where}: got id {ids.max()}, expected an id of the model, 0 to {self.vocab - 1}")
         return ids.tolist()
 
     def _read_images(self, images: Sequence[Any]) -> tuple[Image, ...]:
         if not images:
             return ()
         if not self.image_reader:
-            raise ValueError("observe: it has images, which this model cannot see; take a vision-language model")
+            raise ValueError("observe: got images for a model without vision; leave images out, or train a VLM")
         named = [_name_image(image) for image in images if not isinstance(image, Video)]
         videos = [image for image in images if isinstance(image, Video)]  # those of a row, which were read with it
         return (*self.image_reader.read_images(named, "observe", Path.cwd()), *videos)
 
 
 def list_messages(content: Content) -> list[Mapping[str, Any]]:
-    """List the chat messages that content has; none where it is text or ids."""
+    """Return content as a list of chat messages; empty where it is text or ids."""
     if isinstance(content, Mapping):
         return [content]
     if isinstance(content, list | tuple) and content and isinstance(content[0], Mapping):
@@ -196,4 +207,4 @@ def _name_image(image: Any) -> Any:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         return {"bytes": buffer.getvalue()}
-    raise ValueError(f"observe: an image must be a path, bytes or Pillow's, got {type(image).__name__}")
+    raise ValueError(f"observe: got a {type(image).__name__} as an image, expected a path, bytes or a Pillow image")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # an episode that goes on from its row without messages loads
 
 
 class RewardError(ValueError):
-    """A reward that is no number, or too large.
+    """A reward that is not a number, or is too large.
 
     Attributes:
         kind: ``not_a_number``, ``too_large``, or ``wrong_count`` for a call that returned too many or too few numbers.
@@ -32,10 +32,10 @@ class RewardError(ValueError):
 
 
 class Episode:
-    """The tokens that an environment and the policy have written so far; an environment makes one, and returns it.
+    """The tokens that an environment and the policy have written so far; an environment makes one and returns it.
 
     It begins with the row's prompt and images. ``Policy.sample`` appends the model's tokens, which are trained;
-    ``observe`` the environment's, which are context::
+    ``observe`` appends the environment's tokens, which are context::
 
         episode = Episode(row)
         sample = await policy.sample(episode)
@@ -44,18 +44,21 @@ class Episode:
         episode.reward(float(sample.text == row.answer))
 
     Args:
-        prompt: ids, text or chat messages to begin with in the place of the row's prompt; text comes after the special
-            tokens that the tokenizer opens one with, as a row's does.
-        images: of that prompt.
-        tools: that the chat template shows: JSON schemas, or functions with types and a docstring, of which
-            transformers makes some.
-        tool_parser: name of vLLM's parser of this model's tool calls, such as ``hermes``; fills ``Sample.calls``.
+        row: the question.
+        prompt: ids, text or chat messages to begin with instead of the row's prompt. Text is preceded by the special
+            tokens with which the tokenizer begins a text, as a row's prompt is.
+        images: images of that prompt.
+        tools: tools that the chat template shows to the model: JSON schemas, or functions with types and a docstring,
+            from which transformers makes schemas.
+        tool_parser: name of vLLM's parser for this model's tool calls, such as ``hermes``; it fills ``Sample.calls``.
 
     Attributes:
-        row: the question. turns: samples so far. forks: sequences begun where context was rewritten.
-        sequences: the segments of each sequence; every fork begins another.
-        rewards: turn (``CONTEXT`` before the first) and value of each reward.
-        answer: the answer that was found, as text; an environment that sets it lets answers be voted on (maj@k).
+        row: the question.
+        turns: number of samples so far.
+        forks: number of times that a new sequence was begun because the context was rewritten.
+        sequences: the segments of each sequence; every fork begins a new sequence.
+        rewards: for each reward, the turn (``CONTEXT`` before the first sample) and the value.
+        answer: the final answer as text. An environment that sets it lets validation vote on answers (maj@k).
     """
 
     def __init__(
@@ -85,25 +88,25 @@ class Episode:
             self._begin(self._encode_prompt(row.messages if prompt is None else prompt, images or row.images))
 
     def __len__(self) -> int:
-        """Tokens of the sequence that is being written."""
+        """Return the number of tokens of the last sequence."""
         return self._length
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids ``[T]`` of the sequence that is being written."""
+        """Ids ``[T]`` of the last sequence."""
         return [int(token) for segment in self.sequences[-1] for token in segment.token_ids]
 
     def observe(self, content: Content, images: Sequence[Any] = ()) -> None:
-        """Append an observation of the environment: context for the next sample, never trained.
+        """Append an observation of the environment: context for the next sample, which is never trained.
 
         Args:
-            content: ids; text, encoded as it stands behind the last id and without special tokens of the tokenizer's
-                own; or chat messages, of which the template's own remainder is appended. Where the template rewrites
-                earlier text, they ``fork``.
-            images: paths, bytes or Pillow's images, one for each ``<image>`` of the text or image token of the ids.
+            content: ids, text or chat messages. Text is encoded as a continuation of the last id, without special
+                tokens that the tokenizer would add. Of messages, only the text that the chat template adds is appended;
+                where the template rewrites earlier text, the messages begin a new sequence, as ``fork`` does.
+            images: paths, bytes or Pillow images, one for each ``<image>`` of the text or image token of the ids.
 
         Raises:
-            ValueError: it cannot be encoded, or has places for another number of images.
+            ValueError: the content cannot be encoded, or the number of images does not match its places for images.
         """
         codec = get_codec()
         if not (messages := list_messages(content)):
@@ -119,37 +122,37 @@ class Episode:
         self._begin(codec.encode(addition.parts, [*before, *images]))
 
     def fork(self, content: Content, images: Sequence[Any] = ()) -> None:
-        """Begin another sequence of this episode, where context was rewritten: summarised, cut, without its thinking.
+        """Begin a new sequence of this episode from a rewritten context, such as a summary of the one before.
 
-        Earlier samples stay trained in the sequence where they were sampled.
+        Earlier samples stay trained, in the sequence where they were sampled.
 
         Args:
-            content, images: the whole new context, as for ``observe``.
+            content, images: the whole new context, in the forms that ``observe`` takes.
         """
         self.forks += 1
         self._begin(self._encode_prompt(content, images))
 
     def reward(self, value: float) -> None:
-        """Give a reward at the last sampled token; several make rewards per turn, and the episode's is their sum.
+        """Add a reward to the last sampled token. The reward of the episode is the sum of all calls.
 
-        Before anything was sampled it counts for the episode alone.
+        Calls without a sample in between add up at the same token. A reward from before the first sample counts at the
+        first sampled token.
 
         Raises:
-            RewardError: it is no number, or with it the episode's rewards add up to more than ``LARGEST_REWARD`` in
-                size.
+            RewardError: the value is not a finite number, or the absolute rewards sum to more than ``LARGEST_REWARD``.
         """
         number = read_number(value)
         whole = abs(number) + sum(abs(given) for _, given in self.rewards)
         if not whole <= LARGEST_REWARD:
             raise RewardError(
                 "too_large" if isfinite(number) else "not_a_number",
-                f"Episode: reward {value!r:.80} is no number, or makes an episode's more than {LARGEST_REWARD:g} in "
-                "size; give a smaller one",
+                f"Episode: got reward {value!r:.80}, expected a number that keeps the sum of the episode's absolute "
+                f"rewards at or below {LARGEST_REWARD:g}",
             )
         self.rewards.append((self.turns - 1, number))
 
     def add_sample(self, token_ids: np.ndarray) -> None:
-        """Append the sample of this turn, ``[T]`` ids; ``Policy.sample`` does so."""
+        """Append the ids ``[T]`` of this turn's sample. ``Policy.sample`` calls it; an environment does not."""
         self._append(Segment(token_ids, self.turns))
         self.turns += 1
         if self._chat:
@@ -159,18 +162,26 @@ class Episode:
         """Encode the whole context that a sequence begins with."""
         codec, messages = get_codec(), list_messages(content)
         if self.tools and not messages:
-            raise ValueError("Episode: tools are shown by a chat template, and the prompt is no chat; give messages")
+            raise ValueError(
+                "Episode: got tools and a prompt that is not a chat, but only a chat template shows tools to the "
+                "model; give the prompt as chat messages, or leave tools out"
+            )
         self._chat = self._make_chat(messages) if messages else None
         segment = codec.encode((self._chat.text if self._chat else content,), images, is_plain=not messages)
         if not len(segment.token_ids):
-            raise ValueError("Episode: a sequence begins with no token, so that nothing predicts the first sample's")
+            raise ValueError(
+                "Episode: the prompt is empty, expected at least one token, from which the first sample is predicted"
+            )
         return segment
 
     def _open_chat(self) -> "Chat":
         """Return the chat so far; that of the row's own messages is opened where the first others follow."""
         if not self._chat:
             if not self.row.messages or self.forks:
-                raise ValueError("observe: messages follow a prompt that is no chat; observe text, or begin with some")
+                raise ValueError(
+                    "observe: got chat messages after a prompt that is not a chat; observe text, or begin the episode "
+                    "with chat messages"
+                )
             self._chat = self._make_chat(self.row.messages)
             for segment in self.sequences[-1][1:]:
                 ids = tuple(map(int, segment.token_ids))
@@ -208,7 +219,7 @@ def _describe_tool(tool: Mapping[str, Any] | Callable) -> Mapping[str, Any]:
 
 
 def read_number(value: Any) -> float:
-    """Read a reward: a value that ``float`` takes, text aside; NaN where it is no number."""
+    """Convert a reward to float; text and everything that ``float`` does not take become NaN."""
     try:
         return float("nan" if isinstance(value, (str, bytes, bytearray)) else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The policy as an environment has it: samples, and tools that run in processes of their own."""
+"""The policy as an environment sees it: it samples turns, and runs tools in separate processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlworker.environments.episode import Episode
 from rlworker.environments.record import Sample
 
 ToolFailureKind = Literal["timeout", "raised", "memory", "died", "unpicklable"]
-"""Why a tool returned nothing: no end in time, an exception, no memory left, a process that ended, or a result that
-cannot be sent."""
+"""Why a tool returned nothing: it did not end in time, raised an exception, had no memory left, its process ended, or
+its result cannot be pickled."""
 
 
 class ToolFailure(Exception):
-    """A tool returned nothing: its limit, its exception or its process's end. An environment may catch it.
+    """A tool call failed: it reached a limit, raised an exception, or its process ended. An environment may catch this.
 
     Attributes:
-        kind: why. message: what happened.
+        kind: one of ``ToolFailureKind``. message: describes the failure.
     """
 
     def __init__(self, kind: ToolFailureKind, message: str):
@@ -37,8 +37,7 @@ class ToolFailure(Exception):
 
 
 class EpisodeLimit(Exception):
-    """An environment samples past a limit of ``config.environment``: turns, or tokens. It may catch this and end the
-    episode."""
+    """An environment samples past its limit of turns or tokens. It may catch this and end the episode."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,11 @@ class EpisodeLimits:
     """Limits of one episode.
 
     Attributes:
-        turns: most samples. tokens: most tokens of a sequence. sample_tokens: most of one sample.
-        time_limit_s: seconds of an environment in which it awaits neither a sample nor a tool. tool_limit_s: of a tool
-            call without a limit of its own.
+        turns: most samples.
+        tokens: most tokens of a sequence.
+        sample_tokens: most tokens of one sample.
+        time_limit_s: most seconds of an environment, not counting its waits for samples and tools.
+        tool_limit_s: most seconds of a tool call that sets no ``limit_s``.
     """
 
     turns: int
@@ -59,7 +60,7 @@ class EpisodeLimits:
 
 
 class Host(Protocol):
-    """The process that runs an environment, and answers its policy."""
+    """The process that runs an environment. It carries out the calls of the environment's policy."""
 
     limits: EpisodeLimits
 
@@ -73,8 +74,14 @@ class Host(Protocol):
 class Policy:
     """The policy as the environment of one episode sees it.
 
+    Args:
+        host: carries out its calls.
+        number: number of the episode.
+        seed: seed of ``random``.
+
     Attributes:
-        number: of the episode among all that run. episode: the last one that was sampled for.
+        number: number of the episode, counted from the start of the program.
+        episode: the ``Episode`` that the policy last sampled for; None before the first sample.
     """
 
     def __init__(self, host: Host, number: int, seed: tuple[int, ...]):
@@ -84,19 +91,20 @@ class Policy:
 
     @cached_property
     def random(self) -> Random:
-        """Random numbers of this episode, the same whenever the run is repeated."""
+        """Random numbers of this episode, which are the same whenever the run is repeated."""
         return Random(int(np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]))
 
     async def sample(self, episode: Episode, *, max_tokens: int | None = None, stop: Stops = ()) -> Sample:
-        """Sample a turn from the episode's context, and append it; these tokens are trained.
+        """Sample a turn from the episode's context and append it to the episode. Its tokens are trained.
 
         Args:
-            max_tokens: most tokens; None takes ``rollout.max_new_tokens``, which is the most there may be.
-            stop: a further token, or several, that end the sample and belong to it: ids, or texts of one token each.
+            episode: the episode to continue.
+            max_tokens: most tokens; None, like any larger number, means ``rollout.max_new_tokens``.
+            stop: one or several further tokens that end the sample and belong to it: ids, or texts of one token each.
 
         Raises:
-            EpisodeLimit: the episode has all the turns or tokens that it may have.
-            ValueError: a stop is no token, or max_tokens no whole number from 1.
+            EpisodeLimit: the episode has reached its limit of turns or tokens.
+            ValueError: a stop is not one token, or ``max_tokens`` is not a whole number of 1 or more.
         """
         limits = self._host.limits
         self.episode = episode
@@ -120,24 +128,24 @@ class Policy:
         limit_s: float | None = None,
         memory_mb: int = 1024,
     ) -> Any:
-        """Call ``call(*args, **keywords)`` in a process of its own, which ends with everything that it started.
+        """Call ``call(*args, **keywords)`` in a separate process, which ends with everything that it started.
 
-        What an ``async`` function returns is awaited there.
+        The awaitable that an ``async`` function returns is awaited there.
 
         The limits keep a run alive against code that hangs, forks or eats memory. They are no security boundary: the
-        process has the user's rights, files and network. Code that is hostile belongs into a sandbox of its own.
+        process has the user's rights, files and network. Run hostile code in a sandbox of your own.
 
         Args:
-            keywords: arguments by name, in a mapping: the names of some may be those of the limits.
-            limit_s: seconds; None takes ``environment.tool_limit_s``.
-            memory_mb: most memory that each of its processes may take, in MB, beyond what it starts with.
+            keywords: arguments by name, as a mapping, since they may be named like the limits.
+            limit_s: most seconds; None means ``environment.tool_limit_s``.
+            memory_mb: most memory, in MB, that each process of the call may take beyond its memory at the start.
 
         Returns:
-            what the call returned, sent by pickle.
+            the result of the call, which is sent by pickle.
 
         Raises:
-            ToolFailure: it did not end in time, raised, died or returned what cannot be sent.
-            ValueError: a limit is none, or the call cannot be sent to another process.
+            ToolFailure: the call did not end in time, raised, died, or its result cannot be pickled.
+            ValueError: a limit is out of range, or the call cannot be sent to another process.
         """
         limit = self._host.limits.tool_limit_s if limit_s is None else limit_s
         if not (0 < limit <= _LONGEST_S and isinstance(memory_mb, Integral) and memory_mb > 0):
@@ -149,4 +157,4 @@ class Policy:
 
 
 _LONGEST_S = 1e6
-"""Most seconds that a tool may be given: a timer takes no infinite number."""
+"""Most seconds that a tool may be given, since a timer takes no infinite number."""

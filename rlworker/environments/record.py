@@ -1,6 +1,7 @@
-"""The trajectory of an episode, and what the driver and the processes that run environments send each other.
+"""The trajectory of an episode, and the messages between the driver and the processes that run environments.
 
-The driver sends jobs to begin, and by number the samples of episodes that wait. A process answers with a ``Reply``.
+The driver sends a process jobs to begin, and the samples that its episodes wait for. The process answers with a
+``Reply``.
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ if TYPE_CHECKING:  # most environments have no tools
     from engines.vllm.tools import ToolCalls
 
 CONTEXT = -1
-"""Turn of a segment that no turn sampled: prompt and observations."""
+"""Turn of a segment that the model did not sample: a prompt or an observation."""
 
 IDLE = -1
-"""Number of an episode that a process reports when it takes a step of none."""
+"""Number that a process reports in place of an episode's number while no episode takes a step."""
 HELD = "got no further and was ended"
-"""The end of a process that an environment held, or that hung."""
+"""How a process ended that an environment held, or that hung."""
 
 FailureKind = Literal[
     "timeout", "blocked", "raised", "limit", "no_generation", "no_episode", "died",
     "not_a_number", "too_large", "wrong_count",
 ]  # fmt: skip
-"""How an environment failed. ``timeout``: it awaited for too long something other than a sample; ``blocked``: it held
-its process for too long; ``raised``: an exception; ``limit``: it sampled past its turns or tokens; ``no_generation``:
-it returned before it sampled; ``no_episode``: it returned something else; ``died``: its process did. Of rewards:
-``not_a_number``; ``too_large``, beyond ``LARGEST_REWARD``; ``wrong_count``, too many or too few numbers of a call."""
+"""How an environment failed.
+
+``timeout``: it waited too long for something other than a sample or a tool. ``blocked``: it held its process for too
+long. ``raised``: it raised an exception. ``limit``: it sampled past its turns or tokens. ``no_generation``: it returned
+before it sampled. ``no_episode``: it did not return its ``Episode``. ``died``: its process died. Failures of a reward:
+``not_a_number``; ``too_large``, beyond ``LARGEST_REWARD``; ``wrong_count``, a call that returned too many or too few
+numbers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,10 @@ class Segment:
     """Consecutive tokens of one author.
 
     Attributes:
-        token_ids: ``[T]``. turn: number of the turn that sampled them, ``CONTEXT`` for what the environment wrote.
-        images: those whose image tokens are among them, in order.
-        completion: what was sampled, where it was.
+        token_ids: ``[T]``.
+        turn: number of the turn that sampled them; ``CONTEXT`` for tokens of the environment.
+        images: the images whose image tokens are among them, in order.
+        completion: the completion, where the tokens were sampled; else None.
     """
 
     token_ids: Sequence[int] | np.ndarray
@@ -58,12 +64,13 @@ class Trajectory:
     """The trajectory of an episode: the segments of its turns, its rewards and its failure.
 
     Attributes:
-        row: the question. sequences: the segments of each sequence, in order; every fork began another.
-        rewards: turn (``CONTEXT`` before the first) and value of each reward.
-        failure: kind, and a message with turn and line; None where the environment returned well.
-        forks: times that context was rewritten.
-        tool_calls, tool_failures: tools that it called, and those of them that returned nothing.
-        answer: as ``Episode`` has it.
+        row: the question.
+        sequences: the segments of each sequence, in order; every fork began a new sequence.
+        rewards: for each reward, the turn (``CONTEXT`` before the first sample) and the value.
+        failure: kind, and a message with turn and line; None where the environment did not fail.
+        forks: number of times that the context was rewritten.
+        tool_calls, tool_failures: number of tool calls, and of tool calls that failed.
+        answer: ``Episode.answer``.
     """
 
     row: Row
@@ -77,34 +84,34 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The whole reward: the sum of all."""
+        """The reward of the episode: the sum of all its rewards."""
         return sum((value for _, value in self.rewards), 0.0)
 
     @property
     def completions(self) -> list[Completion]:
-        """Its samples, turn by turn."""
+        """The completions of the episode, one for each turn."""
         return [
             segment.completion for segments in self.sequences for segment in segments if segment.completion is not None
         ]
 
     @property
     def turns(self) -> int:
-        """Samples of the episode."""
+        """Number of samples of the episode."""
         return len(self.completions)
 
     @property
     def observed_tokens(self) -> int:
-        """Tokens that the environment wrote after the prompt, in all sequences."""
+        """Number of tokens that the environment wrote after the prompt, in all sequences."""
         segments = [segment for segments in self.sequences for segment in segments[1:] if segment.turn == CONTEXT]
         return sum(len(segment.token_ids) for segment in segments)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the model wrote, as vLLM's parser of the model read it.
+    """A tool call that the model wrote, as vLLM's parser for the model read it.
 
     Attributes:
-        arguments: by name.
+        name: name of the tool. arguments: name of an argument -> value.
     """
 
     name: str
@@ -113,14 +120,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn of the model.
+    """One turn of the model. ``Policy.sample`` returns it.
 
     Attributes:
-        text: decoded, without special tokens; empty until the sample has reached its environment's process.
+        text: decoded text, without special tokens; empty until the sample has reached its environment's process.
         token_ids: ``[T]`` int32, the stop token included.
-        finished: ended by a stop token; False where it was cut at its length limit.
-        calls: the tool calls in it, where the episode names a parser.
-        call_error: why a call cannot be read, and then none counts; empty where all can, and where there is none.
+        finished: True where a stop token ended it; False where it was cut at its length limit.
+        calls: the tool calls in it, where the episode names a ``tool_parser``.
+        call_error: why the tool calls cannot be read, in which case ``calls`` is empty; empty where there is no error.
     """
 
     text: str
@@ -131,7 +138,7 @@ class Sample:
 
     @classmethod
     def read(cls, completion: Completion, found: ToolCalls | None) -> Sample:
-        """Make a sample of a completion and what a parser found in it."""
+        """Make a sample from a completion and the tool calls that a parser found in it."""
         calls = tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls) if found else ()
         return cls("", completion.token_ids, completion.finished, calls, found.error if found else "")
 
@@ -140,10 +147,11 @@ class Job(NamedTuple):
     """An episode to be run.
 
     Attributes:
-        number: among all that run. row: the question. seed: of its random numbers.
-        samples: those until now, each after the digest of the context that it followed.
-        tools: the outcomes of its tool calls until now, by the number of the call.
-        group: number of its prompt's first episode. group_size: episodes of the prompt.
+        number: number of the episode. row: the question. seed: seed of the episode's random numbers.
+        samples: the samples so far, each with the digest of the context that it followed; empty unless it is begun
+            anew.
+        tools: number of a tool call -> its pickled outcome, for the tool calls so far.
+        group: number of the first episode of the same prompt. group_size: number of episodes of the prompt.
     """
 
     number: int
@@ -156,12 +164,15 @@ class Job(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A sample that an episode asks for.
+    """An episode's request for a sample.
 
     Attributes:
-        number: of the episode. context: what came since the last sample, or the whole of a new sequence (``is_fork``).
-        max_tokens: the length limit. stop_token_ids: further ones. parser: of tool calls in the sample, by name, and
-            the tools' schemas; None where there is none to parse.
+        number: number of the episode.
+        is_fork: whether ``context`` begins a new sequence.
+        context: the tokens since the last sample, or with ``is_fork`` the whole new sequence.
+        max_tokens: most tokens of the sample.
+        stop_token_ids: ids that end the sample, in addition to those of the run.
+        parser: name of the tool-call parser and schemas of the tools; None where the sample is not parsed.
     """
 
     number: int
@@ -174,12 +185,13 @@ class Ask(NamedTuple):
 
 @dataclass
 class Reply:
-    """A reply of a process.
+    """A reply of a process to the driver.
 
     Attributes:
-        asks: of episodes that wait for a sample. results: by number, of episodes that have ended, the fields of their
-            trajectories beside row and sequences. tools: episode, number of the call and outcome of each tool call.
-        runs_on: some episodes neither wait nor have ended.
+        asks: requests of the episodes that wait for a sample.
+        results: number of an ended episode -> fields of its ``Trajectory``, except row and sequences.
+        tools: for each tool call that ended, number of the episode, number of the call and pickled outcome.
+        runs_on: whether some episodes still run, neither waiting for a sample nor ended.
     """
 
     asks: list[Ask] = field(default_factory=list)
@@ -190,11 +202,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A process that died or was ended; another has been started in its place.
+    """A process that died or was ended. Another process has been started in its place.
 
     Attributes:
-        name: by which messages call it. fate: what became of it.
-        number, turn: the episode that it was at; ``IDLE`` where it was at none.
+        name: name of the process in messages. fate: how it ended.
+        number, turn: the episode that it was running, and the turn; ``IDLE`` and 0 where it ran none.
         where: the line at which an environment held it; empty where that is not known.
     """
 
@@ -206,5 +218,5 @@ class LostWorker:
 
 
 def digest_ids(token_ids: Sequence[int] | np.ndarray) -> int:
-    """Digest ids, to tell whether a context is the same when it is made again."""
+    """Compute a checksum of ids, which tells whether an episode that is begun anew makes the same context."""
     return zlib.crc32(np.asarray(token_ids, dtype=np.int32).tobytes()) if len(token_ids) else 0

@@ -1,7 +1,7 @@
-"""Scorers and the one-turn environment: ``reward(text, row) -> float``, or of a prompt's whole group by
-``@batch_reward``.
+"""Scorers, and the environment of one turn that is made from a scorer.
 
-A scorer is a function, an ``async`` function, or a function marked with ``batch_reward``.
+A scorer is a function or ``async`` function ``reward(text, row) -> float``, or a function marked with ``batch_reward``
+that scores all samples of a prompt.
 """
 
 import re
@@ -21,9 +21,9 @@ RewardFn = Callable[[str, Row], float | Awaitable[float]]
 BatchRewardFn = Callable[[list[str], list[Row]], Sequence[float]]
 Scorer = RewardFn | BatchRewardFn
 AnswerFn = Callable[[str, Row], str]
-"""``answer(text, row)`` finds the answer in a text, by which answers are voted on; empty where there is none."""
+"""``answer(text, row)`` returns the answer in a text, for votes of validation (maj@k); empty if there is none."""
 Environment = Callable[[Policy, Row], Awaitable[Episode]]
-"""``async def environment(policy, row) -> Episode``."""
+"""``async def environment(policy, row) -> Episode`` runs one episode."""
 
 _REWARD = re.compile(r"(\w*_)?(reward|score)")
 _TEXT = re.compile(r"(text|completion|response|answer|output|solution)s?(_str)?")
@@ -31,7 +31,7 @@ _TEXT = re.compile(r"(text|completion|response|answer|output|solution)s?(_str)?"
 
 
 def batch_reward(reward: BatchRewardFn) -> BatchRewardFn:
-    """Mark ``reward(texts, rows) -> one number per text``: it is called once for all samples of a prompt."""
+    """Mark ``reward(texts, rows)``, which returns a number per text, as called once for all samples of a prompt."""
     marked: Any = reward
     try:
         marked.batch = True
@@ -42,20 +42,24 @@ def batch_reward(reward: BatchRewardFn) -> BatchRewardFn:
 
 
 def is_batch(reward: Any) -> bool:
-    """Tell whether ``batch_reward`` has marked a function, or what it is a ``functools.partial`` of."""
+    """Tell whether ``batch_reward`` has marked a function, or the function behind a ``functools.partial``."""
     return getattr(reward, "batch", False) is True or (isinstance(reward, partial) and is_batch(reward.func))
 
 
 def exact_match(text: str, row: Row) -> float:
-    """Give 1 where the completion, blanks around it aside, is the row's answer, else 0."""
+    """Return 1 where the completion equals the row's answer, apart from white space around both, else 0."""
     return float(text.strip() == row.answer.strip())
 
 
 @dataclass(frozen=True)
 class GroupCall:
-    """An episode's part in the call of a batch scorer for all samples of its prompt; awaits the episode's number.
+    """An episode's part in the one call of a batch scorer for all samples of its prompt. Awaiting it gives the
+    episode's number.
 
     ``EnvRunner`` makes the call, outside of any event loop.
+
+    Attributes:
+        scorer: the batch scorer. text: the episode's sample.
     """
 
     scorer: Callable
@@ -69,12 +73,14 @@ class OneTurn:
     """The environment of a scorer: one sample of the row's prompt, and the scorer's number as its reward.
 
     Args:
+        scorer: the scorer.
         answer: finds the answer in the sample's text, after it was scored.
 
     Attributes:
-        samples_first: its first sample continues the row's prompt, so that the driver asks for it before a process
-            begins the episode. scores_groups: one call scores all samples of a prompt, which fail together.
-        is_immediate: from its sample on it awaits nothing but the numbers of its group.
+        samples_first: True: the first sample continues the row's prompt, so that the driver requests it before a
+            process begins the episode.
+        scores_groups: whether one call scores all samples of a prompt, so that they fail together.
+        is_immediate: whether the episode awaits nothing after its sample except the numbers of its group.
     """
 
     samples_first = True
@@ -107,10 +113,11 @@ def one_turn(scorer: Scorer, answer: AnswerFn | None = None) -> Environment:
     """Make the environment of a scorer: one sample, and ``scorer(text, row)`` as its reward.
 
     Args:
+        scorer: a function ``(text, row) -> float``, or one that is marked with ``batch_reward``.
         answer: ``answer(text, row)`` finds the answer in the sample's text; with it, validation votes on answers.
 
     Raises:
-        ValueError: one of them cannot be called so.
+        ValueError: the scorer or ``answer`` cannot be called with two arguments.
     """
     check_reward(scorer)
     if answer:
@@ -119,12 +126,13 @@ def one_turn(scorer: Scorer, answer: AnswerFn | None = None) -> Environment:
 
 
 def make_environment(function: Environment | Scorer) -> Environment:
-    """Return an environment as it is, and of a scorer its ``one_turn``.
+    """Return an environment as it is, and make ``one_turn`` of a scorer.
 
-    An ``async`` function is a scorer where its name, or the names and types of its arguments, say that it takes a text.
+    An ``async`` function counts as a scorer where its name, or names and types of its arguments, say that it takes a
+    text.
 
     Raises:
-        ValueError: it can be called as neither.
+        ValueError: the function can be called as neither.
     """
     if isinstance(function, OneTurn):
         return function
@@ -135,10 +143,10 @@ def make_environment(function: Environment | Scorer) -> Environment:
 
 
 def spread_numbers(returned: Any, count: int) -> list[Any]:
-    """Spread the result of a scorer's call over its ``count`` texts.
+    """Return the result of a scorer's call as a list with one value for each of its ``count`` texts.
 
     Raises:
-        RewardError: it holds another number of values.
+        RewardError: the result holds another number of values.
     """
     try:
         values = [returned] if isinstance(returned, (float, str, bytes, dict)) else list(returned)
@@ -151,7 +159,7 @@ def spread_numbers(returned: Any, count: int) -> list[Any]:
 
 
 def check_reward(reward: Any) -> None:
-    """Raise ValueError where a function cannot be a scorer, by its arguments or as it yields."""
+    """Raise ValueError where a function cannot be a scorer, because of its arguments or because it is a generator."""
     if not callable(reward):
         raise ValueError(f"reward: expected a function reward(text, row) -> float, got {reward!r:.80}")
     if isasyncgenfunction(reward):
@@ -168,13 +176,13 @@ def check_reward(reward: Any) -> None:
 
 
 def check_arguments(function: Callable, call: str) -> None:
-    """Raise ValueError where a function does not take two arguments, as in ``call``: ``"reward(text, row)"``."""
+    """Raise ValueError if a function cannot be called with two arguments, as in ``call``: ``"reward(text, row)"``."""
     try:
         signature(function, follow_wrapped=False).bind(None, None)  # a wrapper may take other arguments
     except TypeError as error:
         raise ValueError(
-            f"{call.partition('(')[0]}: {name_function(function)} is called as {call}, which it does not take "
-            f"({error}); give the rest a default or bind it by functools.partial; fields of a row are in row.source"
+            f"{call.partition('(')[0]}: {name_function(function)} cannot be called as {call} ({error}); give further "
+            "arguments a default or bind them by functools.partial; fields of a row are in row.source"
         ) from None
     except ValueError:  # a builtin that does not tell
         return

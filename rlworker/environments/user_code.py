@@ -1,5 +1,4 @@
-"""Code of the user's: its name and kind; and in a process that runs it where its output goes, how it is interrupted,
-and why it failed."""
+"""Helpers for functions of the user: name and kind, and in the process that runs them, output, interrupt and errors."""
 
 import ctypes
 import logging
@@ -15,12 +14,12 @@ from types import FrameType
 from typing import Any
 
 INTERRUPT = signal.SIGRTMIN
-"""Ends a call that takes too long. Not SIGALRM, which reward libraries take for time limits of their own."""
+"""Signal that ends a call that takes too long; not SIGALRM, which reward libraries use themselves."""
 _MESSAGE_CHARACTERS = 300
 
 
 class Interrupt(BaseException):
-    """Raised in a call that takes too long; no Exception, so that ``except Exception`` lets it through."""
+    """Raised in a call that takes too long. It is no ``Exception``, so that ``except Exception`` does not catch it."""
 
 
 def strip_partials(function: Any) -> Any:
@@ -31,13 +30,13 @@ def strip_partials(function: Any) -> Any:
 
 
 def is_async(function: Any) -> bool:
-    """Tell a coroutine function, a partial of one, or an object with an async ``__call__``."""
+    """Tell whether a function is a coroutine function, a partial of one, or an object with an async ``__call__``."""
     function = strip_partials(function)
     return iscoroutinefunction(function) or iscoroutinefunction(_find_call(function))
 
 
 def name_function(function: Any) -> str:
-    """Name a function, or the class of a callable object, and the line where it stands."""
+    """Return the name of a function, or of the class of a callable object, with file and line."""
     function = strip_partials(function)
     name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
     if not name:  # an object, whose repr may differ from process to process
@@ -51,10 +50,9 @@ def _find_call(function: Any) -> Any:
 
 
 def write_output_to(path: Path) -> None:
-    """Let everything that this process, C code in it and its children print go to the end of a file, and ``logging``.
+    """Append to a file everything that this process, its C code and its children print, and what ``logging`` writes.
 
-    Several processes share the file: each line is written at once and where the file then ends, so that none is lost
-    with a process that is killed.
+    Several processes share the file: each line is written at once, so that none is lost with a process that is killed.
     """
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -71,10 +69,10 @@ def write_output_to(path: Path) -> None:
 
 
 def describe_error(error: BaseException, is_ours: Callable[[FrameType], bool] = lambda _: False) -> str:
-    """Tell type, message and place of an error.
+    """Describe an error in one line: type, message and place.
 
     Args:
-        is_ours: tells which frames are none of the user's, beside the one that called.
+        is_ours: tells whether a frame is this project's and not the user's. The outermost frame is always left out.
     """
     frames = [place for place in list(traceback.walk_tb(error.__traceback__))[1:] if not is_ours(place[0])]
     try:
@@ -86,7 +84,11 @@ def describe_error(error: BaseException, is_ours: Callable[[FrameType], bool] = 
 
 
 def locate(frames: list[tuple[FrameType, int]]) -> str:
-    """Find the line of the user's function, and the innermost one where it is another."""
+    """Write the file and line of the outermost frame, and of the innermost one where it differs.
+
+    Args:
+        frames: frame and line of each call, outermost first.
+    """
     if not frames:  # no Python code of its own
         return "in no Python code of its own"
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in (frames[0], frames[-1])]
@@ -94,5 +96,5 @@ def locate(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def name_block_file(path: str) -> str:
-    """Name the file that says where an environment holds the process whose progress is at ``path``."""
+    """Return the path of the file that says where an environment holds the process whose progress file is ``path``."""
     return f"{path}.block"

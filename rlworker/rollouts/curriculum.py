@@ -1,4 +1,4 @@
-"""The curriculum: which prompts a rollout draws, by the weights of sources, by difficulty and by what they earned."""
+"""The curriculum chooses the prompts of a rollout: by the weights of sources, by difficulty and by pass rate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rlworker.data.rows import Row, Rows
 from rlworker.tracking.terminal import log_start
 
 RETURNS_AFTER = 3
-"""Times that a prompt which is left out is passed over before it is drawn once more: the model may have changed."""
+"""Times that a prompt outside the range of pass rates is passed over before it is drawn once more: the model may have
+changed."""
 WINDOW = 64
-"""Prompts of the hardest open bucket whose mean pass rate opens the next."""
+"""Number of prompts of the hardest open bucket whose mean pass rate decides whether the next bucket opens."""
 _NEWEST_SHARE = 0.5
-"""Share of the newest pass rate in a prompt's running mean."""
+"""Weight of the newest pass rate in a prompt's running mean."""
 _STRETCH = 4096
 """Places of an order that are looked at together."""
 
@@ -37,16 +38,17 @@ class _Queue:
 class Curriculum:
     """Picks the prompts of rollouts.
 
-    A pick takes a source, then a bucket of difficulty, then the next row of both in a random order. Sources take turns
-    by weight, and so do the buckets of a source: after any number of picks each has had its share but for a few
-    prompts. A row without a pass rate belongs to every bucket where difficulty is made of pass rates.
+    A pick chooses a source, then a bucket of difficulty, then the next row of both in a random order. Sources take
+    turns by weight, and so do the buckets of a source: after any number of picks each has had its share but for a few
+    prompts. Where difficulty is 1 - pass rate, a row without a pass rate belongs to every bucket.
 
     The picks follow from the settings and the state alone. The state is JSON: a checkpoint holds it, and the picks of
     rollouts that were planned and not yet learned from.
 
     Args:
-        config: of the run. rows: of all sources, one after another. sizes: number of rows of each source, in the order
-            of ``CurriculumConfig.weigh_sources``.
+        config: settings of the run.
+        rows: rows of all sources, one source after another.
+        sizes: number of rows of each source, in the order of ``CurriculumConfig.weigh_sources``.
 
     Raises:
         ValueError: a row has no difficulty, or one beyond the last bucket.
@@ -88,14 +90,15 @@ class Curriculum:
             if not is_number or value > self.bounds[-1]:
                 raise ValueError(
                     f"curriculum: the row of prompt {row.prompt[:80]!r} has {value!r} "
-                    f'in the field "{field}", expected a number, at most {self.bounds[-1]:g}, which is the bound of '
-                    "the last bucket; change it, or --curriculum.difficulty-field or --curriculum.buckets"
+                    f'in the field "{field}", expected a number, at most {self.bounds[-1]:g}, the bound of '
+                    "the last bucket; change the row, --curriculum.difficulty-field or --curriculum.buckets"
                 )
             values.append(value)
         return np.searchsorted(self.bounds, values)
 
     def describe(self) -> str:
-        """Describe sources and buckets: "a 200 rows 50 %, b 40 rows 50 %; buckets up to 1 25 %, up to 2 75 %"."""
+        """Describe the sources and buckets: "a 200 rows 50 %, b 40 rows 50 %; buckets up to 1 25 %, up to 2 75 %;
+        ..."."""
         spell = lambda weight, weights: f"{100 * weight / sum(weights):.3g} %"  # noqa: E731
         sources = zip(self.names, self.spans, self.weights)
         text = ", ".join(f"{name} {len(rows)} rows {spell(own, self.weights)}" for name, rows, own in sources)
@@ -108,8 +111,11 @@ class Curriculum:
     # -- picks
 
     def pick(self, draw: int, count: int) -> list[int]:
-        """Pick the rows of the rollout of number ``draw``: always the same once they are picked. Rollouts are picked in
-        their order."""
+        """Pick ``count`` rows for rollout number ``draw``, and return their numbers; a second call returns the same
+        rows.
+
+        Call it for rollouts in their order.
+        """
         if draw not in self.picks:
             taken = np.zeros(len(self.source), bool)
             free = self._count_free(taken)
@@ -117,7 +123,7 @@ class Curriculum:
         return self.picks[draw]
 
     def forget_before(self, draw: int) -> None:
-        """Forget the picks of rollouts before that of number ``draw``."""
+        """Forget the picks of all rollouts before number ``draw``."""
         self.picks = {number: rows for number, rows in self.picks.items() if number >= draw}
 
     def _pick_row(self, taken: np.ndarray, free: np.ndarray) -> int:
@@ -189,7 +195,7 @@ class Curriculum:
     # -- what was learned from
 
     def note(self, draw: int, rewards: Sequence[Sequence[float]]) -> None:
-        """Note the rewards of a rollout's samples, ``[P][G]`` in the order of its picks."""
+        """Record the rewards ``[P][G]`` of rollout ``draw``, in the order of its picks, and update pass rates."""
         for row, own in zip(self.picks[draw], rewards, strict=True):
             rate = sum(reward >= self.config.pass_reward for reward in own) / len(own)
             known = self.rates[row]
@@ -203,8 +209,7 @@ class Curriculum:
             self.window.clear()
 
     def measure(self) -> dict[str, float]:
-        """Measure the shares and pass rates of sources and buckets in the rollouts noted since the last call, and the
-        share of all rows that are left out."""
+        """Compute metrics: share and pass rate of sources and buckets since the last call, and share left out."""
         noted, self.noted = self.noted, []
         rows, rates = np.asarray([row for row, _ in noted], np.int64), np.asarray([rate for _, rate in noted])
         known = ~np.isnan(self.rates)
@@ -232,7 +237,7 @@ class Curriculum:
     # -- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state, in plain Python values."""
+        """Return the state for a checkpoint, as plain Python values."""
         rows = np.flatnonzero(~np.isnan(self.rates))
         return {
             "rows": rows.tolist(),
@@ -247,7 +252,7 @@ class Curriculum:
         }
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from a state, or from the beginning where a run has none."""
+        """Restore a state from ``get_state``; None begins anew."""
         self._clear()
         if state is None:
             return
@@ -263,10 +268,10 @@ class Curriculum:
 
 
 def read_sources(config: RunConfig, read: Callable[[str], Rows]) -> tuple[Rows, Curriculum | None]:
-    """Read the sources of a run, one after another; and make its curriculum, where it has one.
+    """Read the rows of all sources of a run, and make its curriculum; None where the settings ask for none.
 
     Args:
-        read: reads the rows of a source.
+        read: reads the rows of a source, given its path.
     """
     settings = config.curriculum
     parts = [read(path) for path in settings.weigh_sources(config.data.train)]

@@ -1,6 +1,6 @@
-"""The state of every running episode, as the driver keeps it while processes run their environments.
+"""The driver keeps the state of every running episode here, while other processes run the environments.
 
-From it an episode whose process is lost begins anew: with the samples and tool results that it had.
+When such a process is lost, its episodes begin anew with the samples and tool results that the state holds.
 """
 
 from __future__ import annotations
@@ -33,30 +33,37 @@ if TYPE_CHECKING:
     from engines.vllm.tools import ToolCalls
 
 _BLAMES = 2
-"""Processes that are lost at one episode when it is to blame, where lost ones are replaced."""
+"""Number of processes lost at one episode from which on that episode is to blame, where lost processes are replaced."""
 _LOSSES = 3
-"""Processes that may be lost one after another while no episode ran."""
+"""Number of processes lost one after another, while no episode ran, that ends the run."""
 _DIED = "its process died (it exited, crashed or had no memory left)"
 _HELD = "it held its process, which had to be ended"
 _UNSEEN = "in code that does not let Python look"
 
 NoteFn = Callable[[Mapping[str, str]], None]
-"""Hears which processes were lost, and what became of each."""
+"""A function that is told which processes were lost: ``{name of the process: how it ended}``."""
 
 
 @dataclass(eq=False, slots=True)
 class EpisodeState:
-    """The state of a running episode.
+    """The state of one running episode. ``make_states`` makes it, and ``EpisodeStates`` changes it.
 
     Attributes:
-        number: among all that run. batch: that it belongs to. group: number of its prompt's first episode.
-        seed: of its random numbers.
-        slot: the process that runs it; -1 until one is chosen.
-        sequences: segments so far. samples: its own, each after the context that came before it. told: samples of
-            these that its process knows. tools: outcomes of its tool calls.
-        context: ids before the sample that is asked for. parser: of tool calls in it, by name, and the tools' schemas;
-            None where there is none to parse. is_asked: it is being drawn. waits: the process waits for it.
-        losses: processes that were lost at it. trajectory: of the episode, once it has ended.
+        number: number of the episode, unique in a ``RolloutLoop``.
+        batch: the rollout batch that the episode belongs to.
+        group: number of the first episode of the same prompt.
+        seed: seed of the episode's random numbers.
+        slot: index of the process that runs the environment; -1 until one is chosen.
+        sequences: the segments of each sequence so far.
+        samples: for each turn, the ids of the context that was added before it, and the sample.
+        told: how many of ``samples`` have been sent to the process.
+        tools: number of a tool call -> its pickled outcome.
+        context: ids that were added before the sample that is requested now.
+        parser: name of the tool-call parser and schemas of the tools; None where samples are not parsed.
+        is_asked: whether a sample is requested from an engine and has not come.
+        waits: whether the environment's process waits for a sample to be sent to it.
+        losses: how many processes were lost while they ran this episode.
+        trajectory: the finished trajectory; None until the episode has ended.
     """
 
     number: int
@@ -80,7 +87,7 @@ class EpisodeState:
         self.sequences = [[Segment(self.row.prompt_ids, CONTEXT, self.row.images)]]
 
     def add_context(self, context: Segment, is_fork: bool) -> None:
-        """Record what stands before the sample that is asked for now."""
+        """Record the segment that stands before the next sample. With ``is_fork`` it begins a new sequence."""
         self.context = context.token_ids
         if is_fork and not self.samples:
             self.sequences.clear()  # a prompt of its own takes the place of the row's
@@ -90,14 +97,16 @@ class EpisodeState:
             self.sequences[-1].append(context)
 
     def add_sample(self, completion: Completion, calls: ToolCalls | None) -> None:
-        """Record a sample."""
+        """Record the sample of a turn, and the tool calls that a parser found in it; None without a parser."""
         self.sequences[-1].append(Segment(completion.token_ids, len(self.samples), (), completion))
         self.samples.append((self.context, Sample.read(completion, calls)))
         self.is_asked = False
 
     def end(self, **result: Any) -> None:
-        """Record the end: makes the trajectory of a result's fields, without what stands before a sample that was never
-        drawn."""
+        """Record the end of the episode: make its trajectory from ``result``, which are fields of ``Trajectory``.
+
+        The context before a sample that was requested and never came is left out.
+        """
         if self.is_asked and self.samples and self.sequences[-1][-1].turn == CONTEXT:
             self.sequences[-1].pop()
             if not self.sequences[-1]:
@@ -105,10 +114,11 @@ class EpisodeState:
         self.trajectory = Trajectory(self.row, tuple(map(tuple, self.sequences)), **result)
 
     def make_request(self, max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Request:
-        """Make the request for a sample that goes on from all that the last sequence has.
+        """Make the request for the next sample, which continues the last sequence.
 
         Args:
-            stop_token_ids: end it, beside those of the batch.
+            max_tokens: most tokens of the sample.
+            stop_token_ids: ids that end the sample, in addition to those of the batch.
         """
         sampling, segments = self.batch.sampling, self.sequences[-1]
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_token_ids)))
@@ -125,9 +135,9 @@ class EpisodeStates:
 
     Args:
         default: reward of an episode that failed.
-        note_lost: hears of lost processes that no episode is to blame for. It raises where the run may not go on.
-            Without it an episode at which a process is lost is to blame at once.
-        blames_groups: all episodes of a prompt are to blame together, since one call scores them.
+        note_lost: is told of each lost process that no episode is to blame for, and raises where the run may not go on.
+            Without it an episode is to blame as soon as one process is lost at it.
+        blames_groups: whether all episodes of a prompt fail together, since one call scores them.
     """
 
     def __init__(self, default: float = 0.0, note_lost: NoteFn | None = None, blames_groups: bool = False):
@@ -146,15 +156,15 @@ class EpisodeStates:
         return len(self._states)
 
     def add(self, states: Iterable[EpisodeState]) -> None:
-        """Take up episodes, which no process knows of yet."""
+        """Add the states of episodes that no process has begun yet."""
         self._states |= {state.number: state for state in states}
 
     def list_living(self, slot: int) -> list[EpisodeState]:
-        """List the episodes of a process that have not ended."""
+        """List the episodes of the process with index ``slot`` that have not ended."""
         return [one for one in self._states.values() if one.slot == slot and one.trajectory is None]
 
     def begin(self, states: Sequence[EpisodeState]) -> list[Job]:
-        """Make the jobs by which a process begins episodes, or begins them anew with all samples that they have."""
+        """Make the jobs by which a process begins these episodes; samples that an episode has are sent along."""
         sizes, jobs = Counter(state.group for state in states), []
         for state in states:
             state.told, state.waits = len(state.samples), False
@@ -164,8 +174,7 @@ class EpisodeStates:
         return jobs
 
     def take(self, reply: Reply) -> Iterator[tuple[Key, Request]]:
-        """Record a process's reply; yields requests for the samples that its episodes ask for and that are not drawn
-        yet."""
+        """Record the reply of a process, and yield ``(key, request)`` for each sample to request from an engine."""
         self._losses = 0
         for number, call, outcome in reply.tools:
             self._states[number].tools[call] = outcome
@@ -183,7 +192,7 @@ class EpisodeStates:
             yield (state.batch.number, ask.number), state.make_request(ask.max_tokens, ask.stop_token_ids)
 
     def address(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        """Address the samples of episodes of one process that wait for one, by the episodes' numbers."""
+        """Return ``{episode: sample}`` for a process: of those in ``numbers`` that wait and have a new sample."""
         found = [self._states[number] for number in numbers]
         states = [one for one in found if one.waits and one.told < len(one.samples) and one.trajectory is None]
         for state in states:
@@ -191,19 +200,22 @@ class EpisodeStates:
         return {state.number: state.samples[-1][1] for state in states}
 
     def handle_lost_worker(self, lost: LostWorker) -> list[int]:
-        """Decide whether an episode is to blame for the end of its process: the numbers of those that end by it.
+        """Record that a process was lost, and decide whether the episode that it ran is to blame and fails.
 
-        An episode is to blame only where the next process is lost at it too, or where its line held the process.
+        The episode is to blame where a second process is lost at it, or where its code held the process.
+
+        Returns:
+            the numbers of the episodes that have ended as failed; the process's other episodes begin anew.
 
         Raises:
-            RunError: processes are lost time and again while no episode runs.
+            RunError: processes are lost one after another while no episode runs.
         """
         self._losses += 1
         state = self._states.get(lost.number)
         if state is None or state.trajectory:  # it was at none, or at one that had ended
             if self._losses >= _LOSSES:
                 text = f"{lost.name} {lost.fate}, {_LOSSES} times in a row, while no episode ran"
-                raise RunError(f"environment: {text}; its log says more")
+                raise RunError(f"environment: {text}; environment.log in the run folder shows the cause")
             self._report_lost(lost)
             return []
         state.losses += 1
@@ -228,7 +240,7 @@ class EpisodeStates:
             LOGGER.warning(f"environment: {lost.name} {lost.fate}; its episodes begin anew")
 
     def collect(self, number: int) -> Trajectory:
-        """Collect the trajectory of an episode that has ended, which is forgotten here."""
+        """Return the trajectory of an episode that has ended, and forget its state."""
         state = self._states.pop(number)
         if lost := self._suspected.pop(number, None):
             self._report_lost(lost)  # it came to its end in another process
@@ -240,10 +252,10 @@ class EpisodeStates:
 
 
 def make_states(batch: RolloutBatch, slots: int | None) -> list[EpisodeState]:
-    """Make the states of a batch's episodes, which have random numbers by their place in it.
+    """Make the states of all episodes of a batch. An episode's random numbers follow from its place in the batch.
 
     Args:
-        slots: processes that share them in even parts; None leaves that open.
+        slots: number of processes, over which the episodes are split evenly; None leaves the processes open.
     """
     count, seed, first = batch.sampling.count, batch.sampling.stream, batch.first
     states, total = [], len(batch.rows) * count

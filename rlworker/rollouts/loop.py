@@ -1,4 +1,4 @@
-"""The one loop that rolls out: processes run environments, engines sample for them, and groups come of it.
+"""The loop of rollouts: processes run environments, engines sample for them, and finished episodes become groups.
 
 With a ``TurnQueue`` the loop runs in the thread that waits, and every turn ends at a barrier: runs repeat bit for bit.
 With a ``RequestQueue`` it runs beside the trainer, in a thread of its own, and no episode waits for another.
@@ -39,13 +39,19 @@ _TICK_S = 0.02
 
 
 class RolloutLoop:
-    """Rolls out batches; as a context manager it ends before the processes and engines that it uses.
+    """Runs rollout batches: ``begin`` starts the episodes of some rows, and ``wait`` returns their trajectories.
+
+    Use it as a context manager, so that it ends before the processes and engines that it uses.
 
     Args:
+        environment: the function that runs an episode. pool: the processes that run it.
+        rollouts: the vLLM engines. queue: hands sample requests to them, ahead of the trainer or turn by turn.
+        codec: decodes samples whose tool calls are parsed.
         default: reward of an episode that failed.
 
     Attributes:
-        environment_seconds: time in which environments ran, and nothing was sampled; counted where they take turns.
+        environment_seconds: seconds of ``wait`` in which environments ran and nothing was sampled; only of use with a
+            ``TurnQueue``.
     """
 
     def __init__(
@@ -72,11 +78,13 @@ class RolloutLoop:
             self._thread.start()
 
     def repeat_lost(self, note: NoteFn, stall_timeout_s: float) -> None:
-        """Let the episodes of a process that dies or hangs begin anew, from now on; one is to blame only where the next
-        process is lost at it too.
+        """Make the episodes of a process that dies or hangs begin anew in another process, from now on.
+
+        Without this call, the episode that a lost process ran fails at once. With it, an episode fails only where the
+        next process is lost at it too.
 
         Args:
-            note: hears which process was lost and how. It raises where the run may not go on.
+            note: is told ``{process: how it ended}``, and raises where the run may not go on.
             stall_timeout_s: seconds after which a process that does not begin counts as hung.
         """
         self._note_lost = note
@@ -84,20 +92,20 @@ class RolloutLoop:
         self._call(self._clear).result()
 
     def begin(self, rows: Sequence[Row], sampling: Sampling, goes_first: bool = False) -> RolloutBatch:
-        """Begin the episodes of some rows.
+        """Begin ``sampling.count`` episodes of each row, and return the batch that collects them, without waiting.
 
         Args:
-            goes_first: before all that has not begun.
+            goes_first: whether its requests are sampled before all other requests that have not begun.
         """
         batch = RolloutBatch(next(self._batch_numbers), rows, sampling, goes_first)
         self._call(lambda: self._open(batch))
         return batch
 
     def wait(self, batch: RolloutBatch) -> list[TrajectoryGroup]:
-        """Wait for the groups of a batch. Lost engines are replaced meanwhile.
+        """Wait for a batch, and return its groups ``[P]``, one for each row. Lost engines are replaced meanwhile.
 
         Raises:
-            Exception: the loop ended by it.
+            Exception: any error that ended the loop.
         """
         start = time.perf_counter() - self._queue.sampling_seconds
         wait_until(lambda slice_s: self._wait(batch, slice_s))
@@ -105,8 +113,10 @@ class RolloutLoop:
         return batch.groups
 
     def sample_each(self, rows: Sequence[Row], sampling: Sampling) -> Completions:
-        """Sample one completion of each row outside of any environment, as many by each engine, before all that has
-        not begun."""
+        """Sample one completion of each row's prompt, without an environment. Each engine gets equally many rows.
+
+        These requests go before all others that have not begun.
+        """
         if not self._thread:
             requests = [Request(row.prompt_ids, sampling, row.images) for row in rows]
             return self._rollouts.sample(requests, sampling.stream, equal_shares=True)
@@ -116,7 +126,7 @@ class RolloutLoop:
         return Completions.concatenate(batch.groups)
 
     def forget(self, stream: tuple[int, ...]) -> None:
-        """Forget all batches and go on with other random numbers, as a run does that goes back to a checkpoint."""
+        """Forget all batches, and draw from the random numbers of ``stream`` from now on. Going back needs this."""
         self._call(lambda: self._forget(stream)).result()
 
     def __enter__(self) -> RolloutLoop:

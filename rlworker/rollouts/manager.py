@@ -1,4 +1,4 @@
-"""The manager of rollouts decides what a step learns from: its prompts, their samples and the groups that stay."""
+"""The manager of rollouts chooses a step's prompts, has them sampled and keeps the groups that the step learns from."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,25 +25,27 @@ from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
 from rlworker.tracking.log import StepClock
 
 TRAINING, CANARY, STREAM, VALIDATION = range(4)
-"""Uses that completions are drawn for; each has random numbers of its own. Held-out sets have ``VALIDATION`` and the
-numbers after it."""
+"""Purposes of sampling, each with random numbers of its own. Held-out set number i uses ``VALIDATION + i``."""
 _NEWEST_SHARE = 0.2
-"""Share of a rollout in the running mean of the completions' lengths."""
+"""Weight of the newest rollout in the running mean of the completions' lengths."""
 
 
 class RolloutManager:
     """Draws prompts, has their episodes run, and keeps the groups that a step learns from.
 
     Args:
-        codec: has the stop tokens of every sample. rows: to draw from.
+        codec: knows the stop tokens of every sample.
+        rows: the training rows to draw from.
+        rollouts: the vLLM engines.
         loop: runs the episodes.
-        phase: ``phase(clock, name)``, the context in which a part of a step runs.
-        warn: what to do with a line about episodes that failed.
+        phase: ``phase(clock, name)`` returns the context in which a phase of a step is timed.
+        warn: is given a line of text where episodes failed.
         curriculum: picks the prompts; without one they follow in an order that is shuffled anew in every epoch.
 
     Attributes:
-        rollouts_done: of training. completion_tokens: running mean of the completions' lengths, which says how long the
-            next are expected to be. A checkpoint holds both and ``prompts_done``, which decide what is sampled next.
+        rollouts_done: number of training rollouts so far.
+        completion_tokens: running mean of the completions' lengths, by which the next lengths are estimated. A
+            checkpoint holds both attributes and ``prompts_done``, since they decide what is sampled next.
     """
 
     def __init__(
@@ -66,11 +68,12 @@ class RolloutManager:
         self.completion_tokens = float(config.rollout.max_new_tokens)
 
     def sample(self, clock: StepClock, version: int) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-        """Draw the groups of a step, sampled by weights of ``version``, and metrics of all that were drawn for it.
+        """Draw the groups of a step, sampled by weights of ``version``, and the metrics of everything that was drawn
+        for it.
 
-        With dynamic sampling, zero-variance groups are dropped, and those of further prompts take their
-        place as far as these reach (DAPO, arXiv:2503.14476, section 3.2): fewer groups, or none, may be left. None are
-        left either where nothing was sampled, as every environment failed before: there is no token to learn from.
+        With dynamic sampling, zero-variance groups are dropped, and groups of further prompts take their place (DAPO,
+        arXiv:2503.14476, section 3.2). Fewer groups than ``prompts_per_step``, or none, may be left. The list is empty
+        too where no episode sampled a token.
 
         Raises:
             NothingScored: every episode failed.
@@ -105,21 +108,22 @@ class RolloutManager:
         return groups if any(group.completions.lengths.any() for group in groups) else [], metrics
 
     def score_greedy(self, rows: list[Row]) -> Scores:
-        """Find the rewards of an episode of most likely samples for each row."""
+        """Run one episode of each row at temperature 0, and return their rewards and failures."""
         groups = self._draw(rows, replace(self.make_sampling(1), temperature=0.0), lambda _: nullcontext())
         return score_groups(groups, self.codec)
 
     def draw_heldout(self, place: int, rows: list[Row], count: int, temperature: float) -> list[TrajectoryGroup]:
-        """Draw ``count`` episodes of each row of the held-out set number ``place``; at temperature 0 of most likely
-        samples."""
+        """Run ``count`` episodes of each row of held-out set number ``place``; temperature 0 samples greedily."""
         sampling = replace(self.make_sampling(count, VALIDATION + place), temperature=temperature)
         return self._draw(rows, sampling, lambda _: nullcontext())
 
     def run_ahead(self, most: int) -> None:
-        """Begin draws that the weights of now may sample: one, and as many as tokens may be updates older.
+        """Begin the rollouts that the present weights may sample: the next one, and ``rollout.staleness`` further ones.
+
+        Without staleness nothing is begun. Call it after each weight sync.
 
         Args:
-            most: draws that the run can still take.
+            most: number of rollouts that the run still needs.
         """
         staleness = self.config.rollout.staleness
         while staleness and len(self._begun) < min(most, 1 + staleness):
@@ -127,16 +131,18 @@ class RolloutManager:
 
     @property
     def prompts_done(self) -> int:
-        """Prompts of all rollouts of training, which may have had different numbers of them."""
+        """Number of prompts in all training rollouts so far; ``prompts_per_step`` may have changed between them."""
         return self._count_prompts(self.rollouts_done)
 
     def go_on(
         self, rollouts_done: int, completion_tokens: float, prompts_done: int | None, curriculum: dict | None = None
     ) -> None:
-        """Go on after so many rollouts; what was being drawn is forgotten, to be drawn again.
+        """Continue from a checkpoint. Rollouts that were begun are forgotten, and drawn again.
 
         Args:
-            prompts_done: None where every rollout had as many as those to come. curriculum: its state.
+            rollouts_done, completion_tokens: as in the attributes.
+            prompts_done: number of prompts so far; None where every rollout had ``prompts_per_step`` of them.
+            curriculum: state of the curriculum, from ``Curriculum.get_state``.
         """
         if self.curriculum:
             self.curriculum.restore(curriculum)
@@ -147,14 +153,17 @@ class RolloutManager:
         self.loop.forget((self.config.seed, rollouts_done, STREAM))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that decides which prompts come next, and how long their completions are expected to be."""
+        """Return the state for a checkpoint: ``rollouts``, ``prompts``, ``completion_tokens`` and ``curriculum``."""
         state = {"rollouts": self.rollouts_done, "prompts": self.prompts_done}
         state |= {"curriculum": self.curriculum.get_state()} if self.curriculum else {}
         return state | {"completion_tokens": self.completion_tokens}
 
     def measure_ahead(self, batch: TrainBatch, version: int) -> dict[str, float]:
-        """Measure how far rollouts run ahead: ages of a step's tokens in updates, how long trainers and engines had
-        nothing to do, and what was being sampled at its update; nothing where they take turns."""
+        """Measure how far rollouts run ahead of the trainer, as metrics; empty without staleness.
+
+        The metrics are the ages of the step's tokens in updates, the seconds in which engines were idle since the last
+        call, and the number of samples that were in progress.
+        """
         if not self.config.rollout.staleness:
             return {}
         ages = version - batch.require_column("versions")[batch.mask]
@@ -168,17 +177,22 @@ class RolloutManager:
         }
 
     def list_row_numbers(self, first: int) -> list[int]:
-        """List the numbers of the rows that were drawn from rollout ``first`` on."""
+        """List the numbers of the rows that were drawn from rollout number ``first`` on."""
         draws = range(first, self.rollouts_done)
         return [number for draw in draws for number in self._pick_numbers(draw)]
 
     def pick(self, groups: Sequence[TrajectoryGroup]) -> list[dict]:
-        """Pick a few of the groups that were drawn, as a run folder's ``rollouts`` has them."""
+        """Describe the first trajectory of the first few groups, as ``rollouts`` of a run folder stores them."""
         return [describe_trajectory(group.trajectories[0], self.codec) for group in groups[:SAMPLES_KEPT]]
 
     def make_sampling(self, count: int, use: int = TRAINING, draw: int | None = None) -> Sampling:
-        """Say how ``count`` completions per prompt are drawn for the next rollout or for that of number ``draw``, or
-        beside it for another ``use``."""
+        """Make the sampling settings of a rollout, with ``count`` completions for each prompt.
+
+        Args:
+            use: the purpose, one of ``TRAINING``, ``CANARY``, ``STREAM`` and ``VALIDATION`` onward; it selects the
+                random numbers.
+            draw: number of the rollout; None is the next.
+        """
         number = self.rollouts_done if draw is None else draw
         rollout, stream = self.config.rollout, (self.config.seed, number, use)
         return Sampling(
@@ -240,10 +254,10 @@ class RolloutManager:
 
 
 def explain_empty_steps(step: int, count: int, reward: float) -> str:
-    """Say why there is no use in going on after step ``step``, the last of ``count`` without a group to learn from.
+    """Write the message that ends a run after ``count`` steps in a row, up to ``step``, had no group to learn from.
 
     Args:
-        reward: their mean.
+        reward: mean reward of these steps.
     """
     return (
         f"step {step}: in {count} steps in a row no group had two different rewards (their mean is {reward:.3g}) and a "

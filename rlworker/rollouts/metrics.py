@@ -12,11 +12,11 @@ from rlworker.environments.record import Trajectory
 from rlworker.rollouts.trajectory import TrajectoryGroup
 
 SAMPLES_KEPT = 8
-"""Samples kept of a step, where some are."""
+"""Most samples that are stored of a step."""
 EXAMPLES = 3
-"""Failures of each kind that are kept word for word."""
+"""Most failures of each kind of which prompt, text and message are kept."""
 _OF_THE_MODEL = ("limit", "no_generation")
-"""Failures to which the model's own text may lead every environment."""
+"""Kinds of failure that the model's text may cause in any environment."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Failure:
     """An episode that failed.
 
     Attributes:
-        text: its last sample. message: turn, line and error.
+        kind: one of ``FailureKind``. prompt: text of the row's prompt.
+        text: the last sample, decoded; empty without one. message: turn, line and error.
     """
 
     kind: str
@@ -35,12 +36,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of some episodes.
+    """Rewards and failures of some episodes.
 
     Attributes:
-        values: one per episode, in order; ``EnvironmentConfig.default_reward`` where it failed.
-        failures: kind -> episodes that failed so; only the kinds that occurred.
-        examples: the first few of each kind.
+        values: the reward of each episode, in order; ``EnvironmentConfig.default_reward`` where it failed.
+        failures: kind of failure -> number of episodes; only kinds that occurred.
+        examples: the first ``EXAMPLES`` failures of each kind.
     """
 
     values: list[float]
@@ -48,18 +49,18 @@ class Scores:
     examples: list[Failure]
 
     def count_failures(self, name: str) -> dict[str, int]:
-        """Count failures as metrics ``{name}_failures`` and, of the kinds that occurred, ``{name}_{kind}``."""
+        """Return counts of failures as metrics: ``{name}_failures``, and ``{name}_{kind}`` of kinds that occurred."""
         kinds = {f"{name}_{kind}": count for kind, count in self.failures.items()}
         return {f"{name}_failures": sum(self.failures.values())} | kinds
 
     @property
     def all_failed(self) -> bool:
-        """Tell whether every episode failed, by no doing of the model."""
+        """Tell whether every episode failed for a reason that lies in the environment and not in the model's text."""
         failed = sum(count for kind, count in self.failures.items() if kind not in _OF_THE_MODEL)
         return failed == len(self.values) > 0
 
     def summarise(self) -> str:
-        """Say in one line how many failed, and how the first did."""
+        """Write one line: how many episodes failed, by kind, and the message of the first failure."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
         text = f"{sum(self.failures.values())} of {len(self.values)} episodes failed: {kinds}"
         if self.examples:
@@ -70,7 +71,7 @@ class Scores:
 
 
 def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
-    """Collect the rewards ``[P * G]`` of some groups, and their failures."""
+    """Collect the rewards ``[P * G]`` and the failures of P groups of G episodes."""
     failures, examples = Counter(), []
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for trajectory in trajectories:
@@ -85,7 +86,7 @@ def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
 
 
 def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Summarise samples, rewards and turns over every group that a step has drawn."""
+    """Compute the metrics of all groups that a step has drawn: rewards, lengths, turns and zero-variance groups."""
     lengths = np.concatenate([group.completions.lengths for group in groups])
     finished = np.concatenate([group.completions.finished for group in groups])
     rewards = torch.tensor([group.rewards for group in groups])
@@ -129,7 +130,11 @@ def _summarise_episodes(trajectories: Sequence[Trajectory], lengths: np.ndarray)
 
 
 def describe_trajectory(trajectory: Trajectory, codec: Codec) -> dict:
-    """Describe a trajectory turn by turn, as a run folder's ``rollouts`` has it."""
+    """Describe a trajectory turn by turn, as a run folder's ``rollouts`` stores it.
+
+    Returns:
+        the keys ``prompt``, ``completion``, ``answer``, ``reward``, ``version``, ``outcome`` and ``turns``.
+    """
     rewards: dict[int, float] = {}
     for turn, value in trajectory.rewards:
         rewards[turn] = rewards.get(turn, 0.0) + value

@@ -1,4 +1,4 @@
-"""Sample requests ahead of the trainer: each goes to an engine as it comes."""
+"""Send each sample request to an engine as soon as it comes, while the trainer works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlworker.cluster.worker_pool import POLL
 from rlworker.rollouts.trajectory import Key
 
 _TAKE_S = 5.0
-"""Seconds that a question for what has finished waits at an engine."""
+"""Seconds that a call for finished samples waits at an engine."""
 
 
 @dataclass(eq=False)
@@ -61,17 +61,20 @@ def _ignore(*_: Any) -> None:
 
 
 class RequestQueue:
-    """Hands requests to the engines as they come, and collects the samples. One thread uses it, but for ``list_lost``.
+    """Sends sample requests to the engines as they come, and collects the samples: the queue of rollouts that run
+    ahead.
 
-    An engine that is lost keeps its requests until another has taken its place, which is asked them from the beginning.
+    Only ``list_lost`` may be called from a second thread. The requests of a lost engine are kept, and sent again from
+    the beginning to the engine that replaces it.
 
     Args:
-        stream: names the random numbers, of which each engine has its own.
+        rollouts: the vLLM engines.
+        stream: seeds the engines' random numbers, together with a number that differs for each engine.
     """
 
     runs_ahead, sampling_seconds = True, 0.0
     longest_s = 0.05
-    """Seconds after which processes report the samples that some episodes ask for, while others run on."""
+    """Seconds after which a process reports the samples that its episodes need, while others still run."""
 
     def __init__(self, rollouts: Rollouts, stream: tuple[int, ...]):
         self._rollouts, self._stream, self._seeds = rollouts, stream, 0
@@ -81,7 +84,7 @@ class RequestQueue:
         self.reset(stream)
 
     def reset(self, stream: tuple[int, ...]) -> None:
-        """Give all requests up, and draw from the random numbers of ``stream`` from now on."""
+        """Abort all requests, and draw from the random numbers of ``stream`` from now on."""
         self.abort([key for engine in self._engines for key in engine.open])
         self._stream, self._seeds = stream, 0
         for engine in self._engines:
@@ -91,7 +94,7 @@ class RequestQueue:
         pass  # every request has its settings, and random numbers go on
 
     def submit(self, requests: Iterable[tuple[Key, Request]]) -> None:
-        """Hand requests in, each by a key, to the engines with the least to do."""
+        """Send each request, with its key, to the engine whose open requests need the fewest tokens."""
         parts: dict[int, list[tuple[Key, Request]]] = {}
         for key, request in requests:
             place = min(range(len(self._engines)), key=lambda number: self._engines[number].load)
@@ -101,17 +104,17 @@ class RequestQueue:
             self._ask(self._engines[place], part)
 
     def submit_to_each(self, requests: Sequence[tuple[Key, Request]]) -> None:
-        """Hand requests in, as many to each engine, one after another."""
+        """Send requests to the engines in order, equally many to each."""
         for place, (key, request) in enumerate(requests):
             engine = self._engines[place * len(self._engines) // len(requests)]
             engine.add(key, request)
             self._ask(engine, [(key, request)])
 
     def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
-        """Collect the samples that are there, without waiting for more.
+        """Return the samples that have come since the last call, with their keys, without waiting for more.
 
         Raises:
-            Exception: an engine says that a request cannot be sampled, or that its loop has ended.
+            Exception: an engine reports that a request cannot be sampled, or that its loop has ended.
         """
         self._take_up_new_engines()
         references = self.references
@@ -131,7 +134,7 @@ class RequestQueue:
         return finished
 
     def abort(self, keys: Iterable[Key]) -> None:
-        """Give requests up; what has been answered of them comes no more."""
+        """Abort requests by their keys; samples of them that have come are dropped."""
         gone = set(keys)
         self._finished = [one for one in self._finished if one[0] not in gone]
         for engine in self._engines:
@@ -141,10 +144,12 @@ class RequestQueue:
     def parse_tools(
         self, texts: Sequence[str], parser: str, tools: list, then: Callable[[Any], None], otherwise: Callable[[], None]
     ) -> None:
-        """Have an engine find the tool calls in each text.
+        """Have an engine parse the tool calls of each text, without waiting.
 
         Args:
-            then: takes the calls of each text. otherwise: is called where the engine is lost before.
+            parser: name of vLLM's tool-call parser. tools: schemas of the tools.
+            then: is called with the tool calls of each text.
+            otherwise: is called where the engine is lost before it answers.
         """
         engine = next((engine for engine in self._engines if not engine.loss), self._engines[0])
         self._call(engine, "parse_tools", texts, parser, tools, then=then, otherwise=otherwise)
@@ -162,11 +167,11 @@ class RequestQueue:
 
     @property
     def references(self) -> list[Any]:
-        """Ray's references of what engines are asked."""
+        """Ray's references of the open calls to engines, to wait for."""
         return list(self._calls)
 
     def list_lost(self) -> dict[int, RayError]:
-        """List the engines that are lost and have not been replaced: their numbers, and how they were found to be."""
+        """List the engines that are lost and not yet replaced: ``{index: error that showed the loss}``."""
         serving = self._rollouts.serving
         numbered = enumerate(self._engines)
         return {place: one.loss for place, one in numbered if one.loss and serving[place] is one.worker}

@@ -1,4 +1,4 @@
-"""Parts of a rollout as the settings of a run have them: the codec, the loop, the limits of an episode."""
+"""Build the parts of a rollout from the settings of a run: the codec, the loop, the limits of an episode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,12 @@ from rlworker.rollouts.manager import STREAM
 
 
 def make_codec(config: RunConfig, model: ModelSpec) -> Codec:
-    """Make the codec of a run's model: its tokenizer, the tokens that end an answer, and its reader of images.
+    """Make the codec of a run's model, which encodes and decodes its text and reads its images.
+
+    It has the model's tokenizer, the ids that end an answer, and for a model with vision an image reader.
 
     Raises:
-        ValueError: the model's folder has no tokenizer that can be used.
+        ValueError: the model's folder has no usable tokenizer.
     """
     tokenizer = load_tokenizer(model.folder, config.data.chat_template_args)
     ends = () if config.rollout.ignore_eos else list_stop_tokens(model.folder, tokenizer, model.vocab)
@@ -35,7 +37,7 @@ def make_codec(config: RunConfig, model: ModelSpec) -> Codec:
 def running_loop(
     config: RunConfig, environment: Environment, pool: ProcessPool, rollouts: Rollouts, codec: Codec
 ) -> Iterator[RolloutLoop]:
-    """Run the loop of rollouts in this context: ahead of the trainer where samples may be stale, else in turns."""
+    """Run a ``RolloutLoop`` in this context: ahead of the trainer with ``rollout.staleness``, else turn by turn."""
     if config.rollout.staleness:
         from rlworker.rollouts.requests import RequestQueue
 
@@ -49,7 +51,7 @@ def running_loop(
 
 
 def set_limits(config: RunConfig) -> EpisodeLimits:
-    """Set the limits of an episode by a run's settings."""
+    """Read the limits of one episode from a run's settings."""
     environment = config.environment
     return EpisodeLimits(
         environment.turns,

@@ -1,4 +1,4 @@
-"""Support replay: the ids that truncated sampling kept at each place mask the trainer's logits there."""
+"""Support replay: the trainer masks its logits at each place to the ids that truncated sampling kept there."""
 
 from dataclasses import replace
 
@@ -9,13 +9,16 @@ from rlworker.errors import RunError
 
 
 def replay_support(batch: TrainBatch) -> TrainBatch:
-    """Return the batch with the sampler's likeliest ids as its ``support``, cut to the most that any place kept.
+    """Return the batch with the ids that sampling kept at each place as ``support`` ``[N, k]``, -1 where there are
+    fewer.
+
+    k is the most that any place kept. The columns of the sampler's likeliest ids are removed.
 
     Args:
-        batch: drawn with ``top_logprobs`` of the sampler's ``top_k``: ids that it did not keep are -1.
+        batch: drawn with ``top_logprobs`` equal to the sampler's ``top_k``; an id of -1 was not kept.
 
     Raises:
-        RunError: a sampled id is none of those that were kept, so that the trainer would give it no probability.
+        RunError: a sampled id is not among the ids that were kept, so that the trainer would give it no probability.
     """
     kept = batch.require_column("rollout_top_ids")
     outside = batch.mask & ~(kept == batch.targets[:, None]).any(-1)

@@ -1,4 +1,4 @@
-"""Trajectories to a batch."""
+"""Turn trajectories into a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from engines.models.vision_spec import VisionSpec
 
 Key = tuple[int, int]
-"""Name of a request: number of its rollout batch, and of the episode, the first of the prompt, or the row."""
+"""Name of a request: number of its rollout batch; then number of the episode, or of the prompt's first episode, or of
+the row where no environment runs."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,26 @@ class TrajectoryGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each episode, the sum over its turns."""
+        """The reward ``[G]`` of each episode, summed over its turns."""
         return [trajectory.reward for trajectory in self.trajectories]
 
     @property
     def has_zero_variance(self) -> bool:
-        """Every one of several episodes has the same reward, so that none is better than the others."""
+        """Tell whether the group has several episodes, all with the same reward: none is better than another."""
         return len(self.trajectories) > 1 and len(set(self.rewards)) == 1
 
 
 @dataclass(eq=False)
 class RolloutBatch:
-    """The groups of some rows, each of ``sampling.count`` episodes, as they come.
+    """The rows of a rollout, and their groups as they finish.
 
     Attributes:
-        number: unique among all batches. goes_first: before everything that has not begun. first: number of its first
-            episode.
-        groups: ``[P]``, None where one has not come; completions where ``has_episodes`` is False.
+        number: unique among all batches.
+        rows: the P rows. sampling: its ``count`` is the number of episodes of each row.
+        goes_first: whether its requests are sampled before all others that have not begun.
+        has_episodes: False where rows are sampled without an environment.
+        first: number of its first episode.
+        groups: ``[P]``, each a ``TrajectoryGroup``, ``Completions`` without episodes, or None until it has come.
     """
 
     number: int
@@ -69,7 +73,7 @@ class RolloutBatch:
         self._missing = len(self.rows)
 
     def add(self, place: int, group: Any) -> None:
-        """Take in the group of a row."""
+        """Store the group of row number ``place``."""
         self.groups[place] = group
         self._missing -= 1
 
@@ -79,17 +83,16 @@ class RolloutBatch:
 
 
 def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = None) -> TrainBatch:
-    """Batch the trajectories of some groups: a sequence of the batch for each of theirs, with its rewards.
+    """Make a batch of the trajectories of some groups: every sequence of a trajectory becomes a sequence of the batch.
 
-    A sequence of which nothing was sampled has its rewards and no token: no engine computes it. A reward that was given
-    before anything was sampled counts at the first sampled token.
+    A sequence in which nothing was sampled keeps its rewards and has no token, so that no engine computes it. A reward
+    that was given before the first sample counts at the first sampled token.
 
     Args:
-        vision: of a model that sees images.
+        vision: description of a model that sees images; None for text.
 
     Raises:
-        ValueError: a sequence has other image tokens than its images, or some samples have the likeliest ids and others
-            have none.
+        ValueError: the image tokens of a sequence do not match its images, or only some samples have the likeliest ids.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     counts = [len(trajectory.sequences) for trajectory in trajectories]
@@ -130,17 +133,19 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
 def to_batch(
     rows: Sequence[Row], completions: Completions, rewards: Sequence[float], vision: VisionSpec | None = None
 ) -> TrainBatch:
-    """Batch prompts ``[P]`` with their completions and rewards, both ``[P * G]``, as episodes of one turn.
+    """Make a batch of P prompts with their completions and rewards, both ``[P * G]``, as episodes of one turn.
 
     Args:
-        vision: of a model that sees images.
+        vision: description of a model that sees images; None for text.
 
     Raises:
-        ValueError: as ``batch_groups``, or rows have no equal numbers of completions.
+        ValueError: the number of completions is no multiple of P, or any reason of ``batch_groups``.
     """
     size, rest = divmod(len(completions), len(rows))
     if rest:
-        raise ValueError(f"to_batch: {len(completions)} completions of {len(rows)} rows, expected as many of each row")
+        raise ValueError(
+            f"to_batch: got {len(completions)} completions for {len(rows)} rows, expected equally many for each row"
+        )
     trajectories = []
     for place, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
         row = rows[place // size]

@@ -1,4 +1,4 @@
-"""Sample requests in lock-step turns."""
+"""Sample requests turn by turn: all episodes wait until each has asked for its sample or ended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 class TurnQueue:
     """Holds requests until no episode runs, then samples all of them at once: a barrier after each turn.
 
-    So samples depend on nothing but the environments, the weights and the random numbers: not on how long a tool took,
-    nor in which process an environment ran. One batch is open at a time.
+    So samples depend on the environments, the weights and the random numbers alone: not on how long a tool took, nor on
+    the process in which an environment ran. One batch is open at a time. ``RequestQueue`` is the queue without the
+    barrier.
+
+    Args:
+        rollouts: the vLLM engines.
     """
 
     runs_ahead = False
@@ -37,10 +41,11 @@ class TurnQueue:
         self._held = []
 
     def open(self, sampling: Sampling, starts_rows: bool) -> None:
-        """Draw from the random numbers of a batch from now on, with a stream of its own for each turn.
+        """Begin a batch: draw from its random numbers from now on, with a stream of its own for each turn.
 
         Args:
-            starts_rows: the requests of the first turn are ``sampling.count`` samples of each row's prompt.
+            sampling: settings of the batch; its ``stream`` seeds the random numbers.
+            starts_rows: whether the requests of the first turn are ``sampling.count`` samples of each row's prompt.
         """
         self._stream, self._starts_rows, self._turn = sampling.stream, starts_rows, 0
 
@@ -52,7 +57,7 @@ class TurnQueue:
         self._held = [one for one in self._held if one[0] not in gone]
 
     def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
-        """Sample all requests once no episode runs, in the order of their keys."""
+        """Sample all held requests, in order of their keys, if no episode runs (``is_idle``); else return none."""
         if not (is_idle and self._held):
             return []
         held, self._held = sorted(self._held, key=lambda one: one[0]), []

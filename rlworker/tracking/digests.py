@@ -1,7 +1,7 @@
-"""Digests of a checkpoint's files, by which damage is noticed before anything is read from them.
+"""Digests of a checkpoint's files, which show damage before the files are loaded.
 
-``digests.txt`` has a line for each file: its digest, its size in bytes, and its path in the checkpoint. The last line
-is that of the file itself, over the lines above it.
+``digests.txt`` has one line for each file: digest, size in bytes, and path in the checkpoint. Its last line is for
+``digests.txt`` itself, over the lines above.
 """
 
 import os
@@ -16,17 +16,17 @@ DIGESTS = "digests.txt"
 """File of a checkpoint with the digests of its other files."""
 _READ_BYTES = 4 * 2**20
 _THREADS = 8
-"""Files that are read at a time: a disk of several, or a network's, serves one reader at a fraction of its rate."""
+"""Number of files that are read at a time: a striped or network disk serves one reader at a fraction of its rate."""
 _NAMED = 5
-"""Damaged files of a checkpoint that a message names."""
+"""Most damaged files of a checkpoint that a message names."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """A file's contents, in short.
+    """Size and digest of a file.
 
     Attributes:
-        size: bytes. digest: xxh3 of 128 bits over them, as hexadecimal digits.
+        size: bytes. digest: xxh3 of 128 bits, as hexadecimal digits.
     """
 
     size: int
@@ -34,17 +34,17 @@ class FileDigest:
 
 
 DigestFiles = Callable[[Path, list[str]], Mapping[str, FileDigest]]
-"""``digest_files(folder, names)`` -> the digests by name."""
+"""``digest_files(folder, names)`` returns path in the folder -> digest."""
 
 
 def digest_text(text: str) -> FileDigest:
-    """Digest the content of a file with this text."""
+    """Compute the digest of a file that would hold this text."""
     data = text.encode()
     return FileDigest(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Digest a file, some megabytes of it in memory at a time. Raises OSError, with its path, if it cannot be read."""
+    """Compute the digest of a file, some megabytes in memory at a time. OSError, with the path, if unreadable."""
     state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(_READ_BYTES))
     try:
         with open(path, "rb", buffering=0) as file:
@@ -57,19 +57,23 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def digest_files(folder: Path | str, names: Iterable[str]) -> dict[str, FileDigest]:
-    """Digest files of a folder, several at a time; returned by their names."""
+    """Compute the digests of files in a folder, several at a time. Returns path in the folder -> digest."""
     names = list(names)
     with ThreadPoolExecutor(min(_THREADS, max(1, len(names)))) as pool:
         return dict(zip(names, pool.map(lambda name: digest_file(Path(folder) / name), names), strict=True))
 
 
 def list_files(folder: Path) -> set[str]:
-    """List the files of a folder and the folders in it, by their paths from it."""
+    """Return the paths of all files in a folder and its subfolders, relative to the folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
 def format_digests(digests: Mapping[str, FileDigest]) -> str:
-    """Write the digests of a checkpoint as the text of its ``digests.txt``."""
+    """Write the text of a checkpoint's ``digests.txt``: one line "digest size path" for each file, sorted by path.
+
+    Args:
+        digests: path of a file in the checkpoint -> digest.
+    """
     lines = "".join(_format_line(name, digests[name]) for name in sorted(digests))
     return lines + _format_line(DIGESTS, digest_text(lines))
 
@@ -79,10 +83,10 @@ def _format_line(name: str, digest: FileDigest) -> str:
 
 
 def read_digests(checkpoint: Path) -> dict[str, FileDigest]:
-    """Read the digests of a checkpoint's files.
+    """Read ``digests.txt`` of a checkpoint. Returns path in the checkpoint -> digest.
 
     Raises:
-        ValueError: the file of digests is damaged.
+        ValueError: ``digests.txt`` is damaged.
     """
     text = (checkpoint / DIGESTS).read_text("utf-8", errors="replace")
     *lines, last = text.splitlines(keepends=True) or [""]
@@ -97,13 +101,13 @@ def read_digests(checkpoint: Path) -> dict[str, FileDigest]:
 
 
 def find_damage(checkpoint: Path, digest: DigestFiles | None = digest_files) -> list[str]:
-    """Find what is not as it was written in a checkpoint.
+    """Compare the files of a checkpoint with its ``digests.txt``.
 
     Args:
-        digest: reads the files; None compares their names and sizes alone, which is quick.
+        digest: computes the digests of files; None compares only names and sizes, which is quick.
 
     Returns:
-        a line for each file that is missing, truncated, changed or not of this checkpoint; empty if all are whole.
+        one line for each file that is missing, truncated, changed or unknown; empty if all files are whole.
     """
     if not (checkpoint / DIGESTS).exists():
         return [f"{DIGESTS} is missing"]

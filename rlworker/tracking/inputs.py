@@ -1,4 +1,4 @@
-"""Inputs of a run, in digests: by them --resume notices rows or a model that changed since the run began."""
+"""Digests of a run's inputs, by which --resume notices that rows or a model have changed since the run began."""
 
 import json
 import os
@@ -17,18 +17,21 @@ from rlworker.tracking.digests import FileDigest, digest_files
 from rlworker.tracking.step_lines import write_whole
 
 Digests = dict[str, dict[str, str]]
-"""Input ("actor", "data.train") -> part of it, mostly a file -> digest of the part."""
+"""Name of an input ("actor", "data.train") -> part of it, mostly a file -> digest of the part."""
 INPUTS = "inputs.json"
 _HUB = "hub"
-"""Name of the input with the hub's models: name -> commit."""
+"""Name of the input that lists the models of the hub: name -> commit."""
 
 
 class Inputs:
-    """The inputs of a run: models, rows, images. Their digests are in ``inputs.json`` of the run folder.
+    """The inputs of a run: models, rows and images. Their digests are in ``inputs.json`` of the run folder.
+
+    Args:
+        folder: the run folder.
 
     Attributes:
-        models: by role. model_folders, image_folders: of the models and of the rows' images. All as far as they are
-            held.
+        models: role -> model. model_folders, image_folders: folders of the models, and of the rows' images. All three
+            are filled by ``hold``.
     """
 
     def __init__(self, folder: Path):
@@ -38,7 +41,7 @@ class Inputs:
         self.image_folders: set[str] = set()
 
     def find_model(self, name: str) -> str:
-        """Find a model as ``engines.models.hub.find_model``, one of the hub at the commit that the run began with."""
+        """Return the folder of the model ``name``; a model of the hub keeps the commit that the run began with."""
         commits = self._read().get(_HUB, {}) | self._held.get(_HUB, {})
         folder = find_model(name, commits.get(name, ""))
         if name.startswith(PREFIX) and (commit := name_snapshot(folder)[1]):
@@ -52,12 +55,13 @@ class Inputs:
         rows: Sequence[Any] = (),
         sources: Iterable[str] = (),
     ) -> None:
-        """Compare inputs with those that the run began with, or record them for a new run.
+        """Compare inputs with those that the run began with; of a new run, keep their digests for ``write``.
 
         Args:
-            data: names the rows; they are read unless they are recorded already.
-            models: models by role. rows: rows as they were read, with their images.
-            sources: of the rows to train on, where they are several.
+            data: settings of the data; the rows' files are read unless they were held before.
+            models: role -> model.
+            rows: rows as they were read, with their images.
+            sources: paths of the rows to train on, if there are several.
 
         Raises:
             ValueError: the run in the folder began with other inputs; the message names them.
@@ -73,19 +77,19 @@ class Inputs:
         if changes := list(_list_changes(self._read(), found)):
             raise ValueError(
                 f"run_dir: {str(self._folder)!r} cannot be resumed with another model or other data: "
-                f"{'; '.join(changes)}. Put back what it began with, or begin another run in another --run-dir, from "
-                f"this one's weights with --model {self._folder}/checkpoints/step_N/hf"
+                f"{'; '.join(changes)}. Put back the old model and data, or start a new run from its weights: "
+                f"--run-dir ANOTHER --model {self._folder}/checkpoints/step_N/hf"
             )
         self._held |= found
 
     def write(self) -> str:
-        """Write the digests of the inputs into the folder; returns a text about earlier digests."""
+        """Write the digests of the held inputs into the run folder; returns a note if the run had no digests before."""
         lacks = (self._folder / "config.json").exists() and not (self._folder / INPUTS).exists()
         write_whole(self._folder / INPUTS, json.dumps(self._read() | self._held, indent=1) + "\n")
         return f"; NOTE it had no {INPUTS}, so that other data or models would not be noticed" if lacks else ""
 
     def describe_models(self) -> dict[str, str]:
-        """Describe each model that is held: role -> "hf:ORG/NAME at 0123abc, qwen2, 24 layers, 494,032,768 weights"."""
+        """Describe each model: role -> "hf:ORG/NAME at 0123abc, qwen2, 24 layers, 494,032,768 weights"."""
         texts = {}
         for role, model in self.models.items():
             name, commit = name_snapshot(model.folder)
@@ -101,7 +105,7 @@ class Inputs:
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"run_dir: {str(path)!r} cannot be read: {error}; put back what the run wrote") from None
+            raise ValueError(f"run_dir: {str(path)!r} cannot be read: {error}; restore it from a copy") from None
 
 
 def _digest_rows(path: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step."""
+"""The log of a run: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step on the terminal."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
 HELDOUT = "heldout"
-"""Label of the held-out rows' score on a step's line, and beginning of the names of all their metrics."""
+"""Label of the held-out score on a step's line, and the beginning of the names of all held-out metrics."""
 RL_LINE = (
     ("reward", "reward", "6.3f"),
     ("spread", "reward_std", "5.3f"),
@@ -36,8 +36,8 @@ RL_LINE = (
     ("GB", "memory_gb", "4.1f"),
     ("s", "time_step", "5.2f"),
 )
-"""Fields of a step's line: label, metric, format. A metric that no step has had so far has no place; one that a step
-lacks leaves its place blank."""
+"""Columns of a step's line on the terminal: label, metric and format. A metric is left out until a step has it; after
+that it is blank in steps without it."""
 SUPERVISED_LINE = (
     ("loss", "train_loss", "6.3f"),
     (HELDOUT, "heldout_loss", "6.3f"),
@@ -48,20 +48,20 @@ SUPERVISED_LINE = (
     ("GB", "memory_gb", "4.1f"),
     ("s", "time_step", "5.2f"),
 )
-"""The same of supervised training."""
+"""Columns of a step's line of supervised training."""
 _ONE_NUMBER = 4
-"""Entries of a line of a validation's table that has one number: set, source, rows and that."""
+"""Number of entries in a row of a validation's table that has one metric: set, source, rows and the metric."""
 _RECENT = 50
 """Number of last steps from which the remaining time is estimated; they should include an evaluation or two."""
 
 
 def is_due(step: int, every: int) -> bool:
-    """Tell whether an action of every ``every`` steps is due after this step; 0 is never."""
+    """Tell whether an action that is taken every ``every`` steps is due after this step; 0 means never."""
     return bool(every) and step % every == 0
 
 
 class StepClock:
-    """Wall seconds of a step by phase."""
+    """Measures the seconds of a step's phases: ``phase(name)`` adds to ``time_{name}``."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -78,12 +78,14 @@ class StepClock:
 
 
 class RunLog:
-    """Writes one JSON line per step, passes it on to the trackers and shows the run on the terminal.
+    """Writes one JSON line per step, passes it on to the trackers, and shows the run on the terminal.
 
     Args:
-        steps: steps of the whole run. first_step: steps done so far.
-        trackers: open trackers, which are closed with the log. line: columns of a step's line on the terminal.
-        draw: draws the run of a folder; called after each line with an evaluation.
+        folder: the run folder.
+        steps: number of steps of the whole run. first_step: number of steps done so far.
+        trackers: open trackers, which are closed with the log.
+        line: columns of a step's line on the terminal.
+        draw: writes the report of a run folder; it is called after each line with an evaluation.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class RunLog:
         self._tracked = first_step - 1  # the last step that trackers have
 
     def go_back(self, step: int) -> None:
-        """Go on after ``step``, to which metrics.jsonl was cut. Trackers keep later steps, which are logged again."""
+        """Continue after ``step``, to which metrics.jsonl was cut. Trackers do not get repeated steps again."""
         self._metrics.close()
         self._metrics = open(self._path, "a", encoding="utf-8")
         self._told.clear()
@@ -114,7 +116,7 @@ class RunLog:
         self._bar.refresh()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record step ``step`` (steps done so far), with the seconds since this process started (``time_wall``)."""
+        """Record the metrics of step ``step``, and ``time_wall``, the age of this process in seconds."""
         metrics = metrics | {"time_wall": read_process_age()}
         self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
         self._metrics.flush()
@@ -135,19 +137,19 @@ class RunLog:
                 LOGGER.warning(f"report: it could not be drawn, and the run goes on: {type(error).__name__}: {error}")
 
     def prompts(self, step: int, first: int, rows: list[int]) -> None:
-        """Record the rows of a step in order, and the number of its first rollout."""
+        """Record the numbers of a step's rows in order, and ``first``, the number of the step's first rollout."""
         with open(self._prompts, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "first_rollout": first, "rows": rows}) + "\n")
 
     def validation(self, step: int, table: list[dict]) -> None:
-        """Record the table of a validation after a step, and show it where it has more than one number."""
+        """Record the table of a validation after step ``step``, and show it if it has more than one metric."""
         with open(self._folder / VALIDATIONS, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "table": table}) + "\n")
         if len(table) > 1 or len(table[0]) > _ONE_NUMBER:
             LOGGER.info(format_table(table))
 
     def rollouts(self, step: int, rows: list[dict]) -> None:
-        """Keep some samples of a step."""
+        """Write samples of a step, as ``describe_trajectory`` makes them, into the run folder."""
         path = name_samples(self._folder, step)
         path.parent.mkdir(exist_ok=True)
         with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's escapes
@@ -179,7 +181,12 @@ def _format_number(number: float | None, form: str) -> str:
 
 
 def make_cells(table: list[dict]) -> list[list[str]]:
-    """Spell the cells of a validation's table: its titles, and a line for each held-out set and each of its sources."""
+    """Format the table of a validation as cells: a row of titles, then a row for each held-out set and each of its
+    sources.
+
+    Args:
+        table: ``Validation.table``.
+    """
     table = [line | {"set": line["set"] or HELDOUT} for line in table]
     keys = [key for key in dict.fromkeys(chain(*table)) if any(line.get(key, "") != "" for line in table)]
     values = [[line.get(key, "") for key in keys] for line in table]
@@ -188,7 +195,12 @@ def make_cells(table: list[dict]) -> list[list[str]]:
 
 
 def format_table(table: list[dict]) -> str:
-    """Format the table of a validation for the terminal."""
+    """Format the results of a validation as text in columns, for the terminal.
+
+    Args:
+        table: ``Validation.table``, one dict for each held-out set and source, with the keys ``set``, ``source``,
+            ``rows`` and one for each metric. A missing key leaves its cell empty.
+    """
     cells = make_cells(table)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -196,11 +208,11 @@ def format_table(table: list[dict]) -> str:
 
 
 def name_samples(folder: Path, step: int) -> Path:
-    """Name the file of a run folder that has samples of a step."""
+    """Return the path of the file in a run folder that holds samples of step ``step``."""
     return folder / "rollouts" / f"step_{step:06d}.jsonl"
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """Read the lines of a run's metrics.jsonl; the last one of a killed run may be cut short and is left out."""
+    """Read the lines of a run's metrics.jsonl as dicts; a last line that a kill cut short is left out."""
     lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]

@@ -1,4 +1,5 @@
-"""Trackers by name, which are accelerate's (https://huggingface.co/docs/accelerate, ``accelerate.tracking``)."""
+"""Open trackers by name, with classes of accelerate (https://huggingface.co/docs/accelerate,
+``accelerate.tracking``)."""
 
 import os
 from collections.abc import Callable

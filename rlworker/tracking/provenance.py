@@ -1,4 +1,4 @@
-"""Provenance of figures: the command, code, day and machine of a run or a benchmark."""
+"""Provenance of results: the command, code, date and machine of a run or a benchmark."""
 
 import importlib.metadata
 import os
@@ -27,14 +27,14 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """The place that figures come from.
+    """The origin of results.
 
     Attributes:
         command: the command line, without the machine's folders and without the option of an output file.
-        commit: short hash of the code, with a ``+`` where tracked files were changed; an installed package has its
-            version instead.
+        commit: short hash of the code, followed by ``+`` if tracked files were changed; for an installed package its
+            version.
         date: UTC, to the second: "2026-01-31T12:00:00+00:00".
-        platform: its name and level of proof: "cpu (executed)".
+        platform: name and level of proof: "cpu (executed)".
         device: processor, cores and memory of this machine.
         versions: installed library -> version.
     """
@@ -48,7 +48,10 @@ class Provenance:
 
 
 def collect_provenance(platform: str) -> Provenance:
-    """Collect the provenance of this process's figures, on the platform of this name.
+    """Collect the provenance of results that this process computes.
+
+    Args:
+        platform: name of the platform.
 
     Raises:
         ValueError: the platform does not exist.
@@ -66,10 +69,12 @@ def collect_provenance(platform: str) -> Provenance:
 
 
 def clean_command(arguments: list[str], module: str) -> str:
-    """Write a command line as anyone would type it: ``["/a/runs.py", "--seed", "1"]`` is "python runs.py --seed 1".
+    """Write a command line without this machine's folders: ``["/a/runs.py", "--seed", "1"]`` is "python runs.py --seed
+    1".
 
     Args:
-        arguments: as in ``sys.argv``. module: the one that ``python -m`` runs, or nothing where it runs a file.
+        arguments: as in ``sys.argv``.
+        module: the module that ``python -m`` runs; empty if Python runs a file.
     """
     program = ["-m", module.removesuffix(".__main__")] if module else [_strip_folders(arguments[0])]
     options, skip = [], False
@@ -91,10 +96,10 @@ def _strip_folders(text: str) -> str:
 
 
 def read_commit(root: Path) -> str:
-    """Read the short hash of the commit checked out in ``root``, with a ``+`` where tracked files differ from it.
+    """Return the short hash of the commit in the repository ``root``, followed by ``+`` if tracked files differ from
+    it.
 
-    Without a repository there, which an installed package lacks, it is rlworker's version; "unknown" where git cannot
-    tell.
+    Without a repository, as in an installed package, it is rlworker's version; "unknown" if git fails.
     """
     if not (root / ".git").exists():  # asked all the same, git would answer for a repository further up
         return _find_version("rlworker") or "unknown"

@@ -1,4 +1,4 @@
-"""The run folder: claimed by one program, and written so that every file in it is whole."""
+"""The run folder: one program claims it, and every file in it is written whole."""
 
 import dataclasses
 import errno
@@ -36,29 +36,32 @@ if TYPE_CHECKING:
     from rlworker.config.changes import Changes
 
 _COMPLETE = "trainer.json"
-"""Written last into a checkpoint; the folder is renamed into place after it."""
+"""File that is written last into a checkpoint, before the folder gets its final name."""
 OUTAGES = "outages.jsonl"
-"""A line for every outage: the place in the run, the lost workers, and the fate of each."""
+"""File with one line for each outage: the place in the run, and how each worker was lost."""
 FLOOR = "logprob_diff_floor"
-"""Key of a state and of a start: the mean |rollout - trainer logprob| that rounding alone makes at a run's start."""
+"""Key in a checkpoint's state and in starts.jsonl: the mean |rollout - trainer logprob| by rounding alone at a run's
+start."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of file systems without locks, such as a network's: a run on them goes on without one."""
+"""Errors of file systems without locks, such as a network's: a run on them continues without a lock."""
 _PROBE_BYTES = 2**20
-"""Bytes written to check for free space; less than any run writes."""
+"""Bytes that are written to check for free space; every run writes more."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A measure of how good a checkpoint is: the name of a metric, and the ``sign`` with which more of it is better."""
+    """The metric that compares checkpoints: ``name``, and ``sign``, +1 if larger is better, -1 if smaller is."""
 
     name: str
     sign: int
 
 
 class RunFolder:
-    """Everything one run writes: config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl,
-    validation.jsonl, outages.jsonl, environment.log, rollouts/, profile/, checkpoints/, report.html and the library
-    that draws it."""
+    """The folder of everything that one run writes.
+
+    It holds config.json, inputs.json, starts.jsonl, metrics.jsonl, prompts.jsonl, validation.jsonl, outages.jsonl,
+    environment.log, rollouts/, profile/, checkpoints/, report.html and the library that draws it.
+    """
 
     def __init__(self, path: str):
         self.given = path
@@ -68,11 +71,11 @@ class RunFolder:
         self.inputs = Inputs(self.path)
 
     def check(self, config: TrainingConfig) -> None:
-        """Check that the folder can hold the run, without making it.
+        """Check that the folder can hold the run, without creating it.
 
         Raises:
-            ValueError: it cannot be made, holds a run already, or holds a run with other settings (keys named) or with
-                missing or foreign files in its newest checkpoint.
+            ValueError: the folder cannot be created, holds a run and ``resume`` is off, or holds a run with other
+                settings (the message names them) or with missing or unknown files in its newest checkpoint.
         """
         if self.given in ("", "."):
             raise ValueError("run_dir: no folder of its own was given; set --run-dir, such as --run-dir runs/mine")
@@ -101,11 +104,11 @@ class RunFolder:
         return read_changes(self.path, config)
 
     def claim(self, config: TrainingConfig) -> None:
-        """Make the folder this run's own until ``release``, or until this process ends: before anything starts, since
-        only then is a folder that cannot be written to, or that another run writes to, a matter of a second.
+        """Lock the folder for this run until ``release`` or the end of this process. Call it before anything else
+        starts.
 
         Raises:
-            ValueError: as ``check``, or another run has the folder, or it cannot be written to.
+            ValueError: as for ``check``, another run has locked the folder, or it cannot be written to.
         """
         self.check(config)
         if self._lock:
@@ -125,7 +128,8 @@ class RunFolder:
 
     def _explain_unwritable(self, error: OSError) -> ValueError:
         return ValueError(
-            f"run_dir: {str(self.path)!r} cannot be written to: {error}; make room or choose another --run-dir"
+            f"run_dir: {str(self.path)!r} cannot be written to: {error}; free disk space, make it writable, or choose "
+            "another --run-dir"
         )
 
     def release(self) -> None:
@@ -135,18 +139,18 @@ class RunFolder:
             self._lock = None
 
     def begin(self, config: TrainingConfig, digest: DigestFiles | None = digest_files) -> tuple[dict | None, str]:
-        """Resume the run in a claimed folder, or begin one.
+        """Resume the run in a claimed folder, or begin a new one.
 
         Call it after everything has started: a failed start must not leave a folder that looks taken. A damaged newest
         checkpoint is refused, not skipped: an older checkpoint would lose hours of steps, and the user may have a copy
         of the damaged file. Nothing is changed then.
 
         Args:
-            digest: reads the checkpoint's files; None compares their names and sizes alone.
+            digest: computes the digests of the checkpoint's files; None compares only names and sizes.
 
         Returns:
-            when resuming, the newest checkpoint's state with its ``folder``, or None without a checkpoint; metrics of
-            later steps are cut off. And a text about it.
+            the state of the newest checkpoint, with its ``folder``, or None without a checkpoint; and a text about it.
+                Lines of later steps are cut off.
 
         Raises:
             RunError: the newest checkpoint is damaged.
@@ -182,8 +186,8 @@ class RunFolder:
         write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
     def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
-        """Add a line to starts.jsonl: the ``step`` from which this program goes on, its provenance and models, the
-        settings that differ from the previous program's, and measurements of its model."""
+        """Add a line to starts.jsonl: the ``step`` from which this program continues, its provenance and models, the
+        settings that differ from the previous program's, and the floor in ``state``."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
@@ -202,23 +206,23 @@ class RunFolder:
             file.unlink()
 
     def list_checkpoints(self) -> list[Path]:
-        """List the checkpoints that were written to their end, by step; folders of other names are not ours."""
+        """Return the complete checkpoints in order of their steps; folders with other names are ignored."""
         folders = [f for f in self.path.glob("checkpoints/step_*") if f.name[5:].isdecimal()]
         written = [f for f in folders if (f / _COMPLETE).is_file() or (f / DIGESTS).is_file()]
         return sorted(written, key=lambda f: int(f.name[5:]))
 
     def find_newest(self) -> Path | None:
-        """Find the checkpoint of the highest step, damaged or not."""
+        """Return the checkpoint of the highest step, damaged or not; None without a checkpoint."""
         return next(reversed(self.list_checkpoints()), None)
 
     def find_newest_good(self, digest: DigestFiles = digest_files) -> tuple[Path | None, list[str]]:
         """Find the newest checkpoint without damage.
 
         Args:
-            digest: reads the files.
+            digest: computes the digests of files.
 
         Returns:
-            the checkpoint, or None; and the damage of each newer checkpoint.
+            the checkpoint, or None; and a description of the damage of each newer checkpoint.
         """
         passed_over = []
         for checkpoint in reversed(self.list_checkpoints()):
@@ -229,10 +233,10 @@ class RunFolder:
         return None, passed_over
 
     def leave_damaged(self, digest: DigestFiles) -> list[str]:
-        """Set aside the checkpoints that are newer than the newest good one.
+        """Rename the checkpoints that are newer than the newest good one.
 
         Returns:
-            the damage of each, and its new path.
+            for each renamed checkpoint, its damage and its new name.
         """
         good, damaged = self.find_newest_good(digest)
         checkpoints = self.list_checkpoints()
@@ -240,7 +244,7 @@ class RunFolder:
         return [f"{text}; kept as {self.set_aside(each).name}" for each, text in zip(reversed(newer), damaged)]
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Rename a damaged checkpoint, so that it no longer counts and no later one replaces it; returns its path."""
+        """Rename a damaged checkpoint, so that it is not loaded and no later one replaces it. Returns the new path."""
         aside = _find_free(checkpoint.with_name(f"{checkpoint.name}.damaged"))
         os.replace(checkpoint, aside)
         return aside
@@ -253,13 +257,12 @@ class RunFolder:
         return text + "begin again with another --run-dir: no other checkpoint of this run is whole"
 
     def find_best(self, score: Score) -> tuple[Path, float] | None:
-        """Find the checkpoint that was best on the held-out rows, of equals the latest, and how good it was; None where
-        no checkpoint was saved after an evaluation."""
+        """Return the checkpoint with the best score, of equals the latest, and the score; None without scores."""
         states = [(f, _read_state(f).get(score.name)) for f in reversed(self.list_checkpoints())]
         return max(((f, s) for f, s in states if s is not None), key=lambda pair: score.sign * pair[1], default=None)
 
     def prune(self, newest: int, best: Path | None) -> None:
-        """Remove all but the ``newest`` so many checkpoints and the ``best``; 0 removes none."""
+        """Remove all checkpoints except the ``newest`` so many and ``best``; ``newest`` 0 removes none."""
         for folder in self.list_checkpoints()[: -newest or None] if newest else []:
             if folder != best:
                 going = folder.with_name(f".{folder.name}.older")  # at once: half a checkpoint must not look whole
@@ -267,17 +270,18 @@ class RunFolder:
                 shutil.rmtree(going)
 
     def begin_checkpoint(self, step: int) -> Path:
-        """Make an empty folder to write a checkpoint into; it does not count before ``finish_checkpoint``."""
+        """Make an empty folder for the checkpoint of step ``step``; it does not count before ``finish_checkpoint``."""
         partial = self.path / "checkpoints" / f".step_{step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
     def finish_checkpoint(self, partial: Path, state: dict, digests: Mapping[str, FileDigest] | None = None) -> Path:
-        """Make a written checkpoint count, all at once.
+        """Complete a checkpoint that was written to ``partial``, and return its final folder.
 
         Args:
-            digests: digests of its files by relative path; missing ones are read here.
+            state: the run's state, which is written too.
+            digests: path in the checkpoint -> digest; missing digests are computed here.
         """
         text, known = json.dumps(state), dict(digests or {})
         known |= digest_files(partial, list_files(partial) - known.keys()) | {_COMPLETE: digest_text(text)}

@@ -1,4 +1,4 @@
-"""Files of a run with a line of JSON for each step, which are truncated when the run goes back."""
+"""Files of a run with one line of JSON for each step; the lines of later steps are removed when the run goes back."""
 
 import json
 import os
@@ -7,14 +7,14 @@ from pathlib import Path
 METRICS = "metrics.jsonl"
 """File with the metrics of each step."""
 PROMPTS = "prompts.jsonl"
-"""File with the prompts of each step: the number of its first rollout, and the numbers of its rows in order."""
+"""File with the prompts of each step: number of the step's first rollout, and numbers of its rows in order."""
 
 VALIDATIONS = "validation.jsonl"
-"""File with the tables of each validation by held-out set and source."""
+"""File with the table of each validation, by held-out set and source."""
 
 
 def keep_steps(path: Path, last: int) -> int:
-    """Keep the lines of a file up to step ``last``, if it exists; returns the number of removed lines."""
+    """Remove the lines of steps after ``last`` from a file, if it exists. Returns the number of removed lines."""
     if not path.exists():
         return 0
     lines = path.read_text().splitlines()
@@ -24,7 +24,7 @@ def keep_steps(path: Path, last: int) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file as a whole, and only once its contents are on disk."""
+    """Write a file so that it is never seen half-written: under another name until it is on disk."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)

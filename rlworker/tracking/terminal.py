@@ -1,7 +1,7 @@
-"""The terminal output of a run: Python's logger ``rlworker``, beside the progress bar.
+"""The terminal output of a run: Python's logger ``rlworker``, above the progress bar.
 
-Silence it with ``logging.getLogger("rlworker").setLevel("ERROR")``. A program that gives this logger a handler before
-it imports rlworker has the lines there in place of the terminal.
+Silence it with ``logging.getLogger("rlworker").setLevel("ERROR")``. If a program gives this logger a handler before it
+imports rlworker, the lines go to that handler and not to the terminal.
 """
 
 import logging
@@ -32,7 +32,7 @@ if LOGGER.level == logging.NOTSET:
 
 
 def log_start(text: str) -> None:
-    """Log that a part of the start is done, with the seconds since the program began; a start may take minutes."""
+    """Log that a part of the start is done, with the seconds since the program began."""
     LOGGER.info("start %7.1f s  %s", read_process_age(), text)
 
 

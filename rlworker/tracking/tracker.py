@@ -1,4 +1,4 @@
-"""A tracker of experiments, and the run that it is opened for."""
+"""The interface of an experiment tracker, and the description of a run that it is opened with."""
 
 import uuid
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Protocol
 
 
 class Tracker(Protocol):
-    """The interface of a tracker; every ``accelerate.tracking.GeneralTracker`` is one."""
+    """The interface of an experiment tracker; every ``accelerate.tracking.GeneralTracker`` has it."""
 
     def start(self) -> None:
-        """Open the tracker. Called once, before the other methods."""
+        """Open the tracker. A run calls this once, before the other methods."""
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Record the metrics of step ``step``."""
+        """Record the metrics of step ``step``: name -> value."""
 
     def finish(self) -> None:
-        """Close the tracker. Called once, after the other methods."""
+        """Close the tracker. A run calls this once, after the other methods."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class TrackedRun:
     """The description of a run for a tracker.
 
     Attributes:
-        folder: the run's. first_step: steps done so far. config: the run's settings, as ``dataclasses.asdict`` gives
-            them.
+        folder: the run folder. first_step: number of steps done so far.
+        config: the run's settings, as ``dataclasses.asdict`` returns them.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class TrackedRun:
     config: dict
 
     def keep_id(self, tracker: str) -> str:
-        """Return the tracker's id of this run; it is stored, so that a resumed run continues it."""
+        """Return the id by which ``tracker`` knows this run; it is stored, so that a resumed run continues it."""
         file = self.folder / tracker / "run_id"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():

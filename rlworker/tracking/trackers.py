@@ -1,4 +1,4 @@
-"""Experiment trackers, which get metrics beside metrics.jsonl, imported only where a run asks for them.
+"""Experiment trackers, which get the metrics in addition to metrics.jsonl. They are imported only if a run names them.
 
 Trackers with a name are in ``named_trackers.py``. A recipe may pass any object that is a ``Tracker``.
 """
@@ -13,10 +13,10 @@ from rlworker.tracking.tracker import TrackedRun, Tracker
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """See whether the trackers are installed, without importing them.
+    """Check that trackers are installed, without importing them.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a tracker is not installed.
     """
     for name in names:
         for package in (name, "accelerate"):  # a tracker's name is also that of its package
@@ -31,10 +31,12 @@ def check_trackers(names: Iterable[str]) -> None:
 class Trackers:
     """The open trackers of a run.
 
-    A tracker cannot end the run: one that fails, at its start too, is dropped with a warning.
+    A tracker cannot end the run: one that fails, even at its start, is dropped with a warning.
 
     Args:
-        names: names of trackers to open. run: description of the run for them. others: open trackers of the user.
+        names: names of trackers to open.
+        run: description of the run for these trackers.
+        others: the user's own tracker objects, which are started here.
     """
 
     def __init__(self, names: Iterable[str], run: TrackedRun, others: Sequence[Tracker] = ()):
@@ -58,7 +60,7 @@ class Trackers:
         self._open[name] = tracker
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of step ``step``; seconds (``time_x``) are shown as a group (``time/x``)."""
+        """Record the metrics of step ``step`` in every tracker, with seconds ``time_x`` renamed to ``time/x``."""
         shown = {f"time/{k.removeprefix('time_')}" if k.startswith("time_") else k: v for k, v in metrics.items()}
         for name, tracker in list(self._open.items()):
             with self._dropping(name):

@@ -1,4 +1,4 @@
-"""The agreement of rollout and trainer, on which every step of RL rests: on weights, and on logprobs of tokens."""
+"""The checks that rollout engines and trainer agree: on the weights, and on the logprobs of the same tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,21 +18,22 @@ from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 
 _SAMPLED_COLUMNS = 16
-"""Columns of each matrix that are read back where not all of them are."""
+"""Number of columns of each matrix that are read back, where not all columns are."""
 _NAMED = 4
-"""Tensors that a message names."""
+"""Most tensors that a message names."""
 
 Read = Mapping[str, int | None]
-"""Digest of each tensor that a rollout engine computes with, None where it cannot be read back."""
+"""Name of a tensor -> digest of the weights that an engine computes with; None if they cannot be read back."""
 
 
 class SyncedWeights:
-    """The weights of the last sync: digests of the sent weights, to compare with those of rollout engines.
+    """Sends weights to rollout engines, and compares digests of the sent weights with those that the engines compute
+    with.
 
-    The first sync is read back whole, later ones in a sample, another one each time.
+    All weights of the first sync are read back, and of each later sync another sample of columns.
 
     Args:
-        dtype: of the rollout engines.
+        dtype: type of the rollout engines' weights.
     """
 
     def __init__(self, dtype: str):
@@ -46,7 +47,7 @@ class SyncedWeights:
         self._sent = _send(actor, engines, version, self._plan)
 
     def compare(self, rollouts: Rollouts) -> str:
-        """Say which weights rollout engines compute with that are not those that were sent; empty where none are."""
+        """Describe which weights of rollout engines differ from the weights that were sent; empty where none differ."""
         assert self._plan, "send comes first"
         read: Sequence[Read] = rollouts.call(RolloutWorker.digest_weights, self._plan)
         unread = sorted({name for each in read for name, digest in each.items() if digest is None})
@@ -58,7 +59,7 @@ class SyncedWeights:
         return _describe_unlike(self._sent, read)
 
     def send_to_new(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> str:
-        """Send the weights that the others have to new engines, and compare all of them as ``compare`` does."""
+        """Send the actor's weights to engines that replace lost ones, and compare all of them as ``compare`` does."""
         plan = DigestPlan(self._dtype)
         sent = _send(actor, engines, version, plan)
         return _describe_unlike(sent, wait_for([engine.digest_weights.remote(plan) for engine in engines]))
@@ -81,7 +82,7 @@ def _describe_unlike(sent: Mapping[str, int], engines: Sequence[Read]) -> str:
 
 
 def describe_limits(config: RunConfig, floor: float | None) -> str:
-    """Say which differences of logprobs end the run, and where the limits come from."""
+    """Describe which differences of logprobs end the run, and the floor from which the limits follow."""
     mean, largest = config.find_logprob_limits(floor)
     text = f"limits: the mean |rollout - trainer logprob| may be {mean:.1e}"
     text += f", the largest {largest:.1e}" if math.isfinite(largest) else ""
@@ -91,14 +92,16 @@ def describe_limits(config: RunConfig, floor: float | None) -> str:
 def check_agreement(
     config: RunConfig, floor: float | None, where: str, difference: Mapping[str, float], unlike: str = ""
 ) -> None:
-    """Check the differences of ``compare_logprobs`` and of ``SyncedWeights``.
+    """Check that rollout engines and trainer agree, and end the run or warn where they do not.
 
     Args:
-        floor: of ``find_logprob_limits``. where: step or sync, for the message.
-        difference: empty where no token was to be compared. unlike: empty where all weights are alike.
+        floor: difference by rounding alone, from ``Canary.measure_floor``; None where it was not measured.
+        where: step or sync, for the message.
+        difference: result of ``compare_logprobs``; empty where no token was compared.
+        unlike: result of ``SyncedWeights.compare``; empty where no weights differ.
 
     Raises:
-        RunError: it is beyond the limits, and the run may not go on all the same.
+        RunError: they disagree, and ``limits.ignore_logprob_diff`` is off.
     """
     limits, parts = config.find_logprob_limits(floor), [unlike] if unlike else []
     measured = [difference.get(f"logprob_diff_{name}", 0.0) for name in ("mean", "max")]
@@ -121,12 +124,16 @@ def check_agreement(
 
 
 def compare_logprobs(batch: TrainBatch, logprobs: torch.Tensor, version: int | None = None) -> dict[str, float]:
-    """Measure |rollout - trainer logprob| over the sampled tokens, both taken from the same weights; where some
-    sequences have images, over theirs alone as well.
+    """Measure |rollout - trainer logprob| over the sampled tokens, both computed from the same weights.
 
     Args:
-        version: of the trainer's weights, where others may have sampled some tokens, which are left out then; of none
-            that is left nothing is measured.
+        logprobs: the trainer's, ``[N]``.
+        version: version of the trainer's weights; tokens that other versions sampled are left out. None takes all
+            tokens.
+
+    Returns:
+        ``logprob_diff_mean`` and ``logprob_diff_max``, and where some sequences have images also
+            ``logprob_diff_images_mean`` and ``logprob_diff_images_max``; empty without a token.
     """
     mask = batch.mask if version is None else batch.mask & (batch.require_column("versions") == version)
     if not mask.any():

@@ -1,4 +1,4 @@
-"""The canary: tokens of which the rollout engines and the actor compute the logprobs with the same weights."""
+"""The canary: fixed tokens of which rollout engines and actor compute the logprobs from the same weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,19 +13,22 @@ from rlworker.rollouts.trajectory import to_batch
 from rlworker.trainers.agreement import compare_logprobs
 
 _CANARY_TOKENS = 64
-"""Tokens that are scored after a weight sync."""
+"""Number of tokens that are scored after a weight sync."""
 _SAMPLED_TOKENS = 4
-"""Tokens that are sampled after an image, or where there is no room for text to score."""
+"""Number of tokens that are sampled after an image, or where the context is too short to score text."""
 _FLOOR_TOKENS = 256
-"""Least tokens that a floor is the mean of, and most of one of its texts."""
+"""Least number of tokens over which the floor is a mean, and most tokens of one text."""
 
 
 @dataclass(frozen=True)
 class Canary:
-    """A comparison of rollout engines and actor on tokens that both score.
+    """A comparison of rollout engines and actor on tokens whose logprobs both compute.
 
     Attributes:
-        model: the actor's. rows: of the run. engines: how many sample. longest: ids of the longest text.
+        actor: the actor. manager: makes the sampling settings. model: description of the actor's model.
+        rows: rows of the run, whose prompts are scored.
+        engines: number of rollout engines.
+        longest: most ids of a text.
     """
 
     actor: WorkerGroup
@@ -36,8 +39,11 @@ class Canary:
     longest: int
 
     def measure(self) -> dict[str, float]:
-        """Measure ``compare_logprobs`` of 64 given tokens, as far as the longest sequence has room for them; where rows
-        have images, of tokens sampled after one too, since the tower's weights have to show. The larger one counts."""
+        """Measure ``compare_logprobs`` on 64 fixed tokens, or as many as ``longest`` allows.
+
+        Where rows have images, tokens sampled after an image are compared too, so that the vision tower's weights
+        count. Of the two results the larger is returned.
+        """
         longest = min(self.longest, _CANARY_TOKENS + 1)
         texts = cut_texts(self._list_prompts(), _CANARY_TOKENS, longest, longest)
         parts = [self._compare(texts, scores_prompt=True)] if texts else []
@@ -47,7 +53,7 @@ class Canary:
         return {name: max(part.get(name, 0.0) for part in parts) for name in {**parts[0], **parts[-1]}}
 
     def measure_floor(self) -> float | None:
-        """Measure the mean |rollout - trainer logprob| over prompts of 256 tokens or more; None where none has any."""
+        """Measure the mean |rollout - trainer logprob| over 256 prompt tokens or more; None without such text."""
         longest = min(self.longest, _FLOOR_TOKENS + 1)
         texts = cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, longest)
         return self._compare(texts, scores_prompt=True)["logprob_diff_mean"] if texts else None
@@ -77,10 +83,10 @@ class Canary:
 
 
 def cut_texts(prompts: Sequence[Sequence[int]], tokens: int, shortest: int, longest: int) -> list[Row]:
-    """Cut texts out of prompts, to score every id but the first of each: ``tokens`` in all, or a few more.
+    """Cut texts from prompts so that all ids except the first of each text are at least ``tokens`` ids to score.
 
-    A text begins with a prompt and goes on with the next prompts, from the first again after the last, until it has
-    ``shortest`` ids; it has ``longest`` at most. There is none where the longest could have no id to score.
+    A text joins prompts, from the first again after the last, until it has ``shortest`` ids; it is cut at ``longest``.
+    The list is empty if ``longest`` leaves no id to score.
     """
     prompts = [prompt for prompt in prompts if prompt]
     texts: list[Row] = []

@@ -1,4 +1,4 @@
-"""The way from settings to a trained model, which a recipe's ``__main__`` calls."""
+"""From settings to a trained model: the functions that a recipe's ``__main__`` calls."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 
 
 def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -> dict[str, float]:
-    """Check everything, start everything and train to the last step.
+    """Check the settings, start everything and train to the last step.
 
     A mistake in the settings or a worker that fails ends the program with a message. SIGTERM or Ctrl-C ends it after
-    the step in hand, which is saved; a second one at once.
+    the current step, which is saved; a second signal ends it at once.
 
-    Ray takes seconds to start and so do the imports of torch and transformers, so they go side by side; checks
-    that need neither come first. vLLM's imports take longest, and begin as soon as there is a Ray.
+    Ray takes seconds to start, and so do the imports of torch and transformers, so they run side by side; checks that
+    need neither come first. vLLM's imports take longest, and begin as soon as Ray is up.
 
     Args:
+        config: settings of the run.
         environment: a reward function, or ``async def environment(policy, row) -> Episode``.
         parts: further arguments of ``Trainer``: ``advantage``, ``loss``, ``aggregation`` and ``trackers``.
 
     Returns:
-        the metrics of the last step, or with ``config.evaluate`` of the evaluation.
+        the metrics of the last step, or with ``config.evaluate`` those of the evaluation.
     """
     if config.evaluate:
         return launch_evaluation(config, environment)
@@ -69,7 +70,7 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
 
 
 def launch_evaluation(config: RunConfig, environment: Environment | Scorer) -> dict[str, float]:
-    """Check everything, start the rollout engines and evaluate the model on the held-out rows: its metrics."""
+    """Check the settings, start the rollout engines, evaluate the model on the held-out rows and return the metrics."""
     with graceful_stop():
         try:
             with pausing_collection():
@@ -82,11 +83,14 @@ def launch_evaluation(config: RunConfig, environment: Environment | Scorer) -> d
 
 
 def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
-    """Check everything, start the engine and train on rows with their answers to the last step: ``launch`` for
-    supervised training.
+    """Check the settings, start the engine and train on rows with answers to the last step. It is ``launch`` for SFT.
 
     Args:
+        config: settings of the run.
         parts: further arguments of ``SftTrainer``: ``trackers``.
+
+    Returns:
+        the metrics of the last step.
     """
     with graceful_stop() as stop, ExitStack() as running:
         try:
@@ -103,10 +107,10 @@ def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
 
 
 def check_run(config: RunConfig | SftConfig) -> RunFolder:
-    """Check models' folders and the fields of every row, which takes no time, then claim the run folder.
+    """Check the folders of models and the fields of every row, which is quick, then claim the run folder and return it.
 
     Raises:
-        ValueError: something is wrong with one of them.
+        ValueError: a folder, a model, a row or a setting cannot be used.
     """
     check_ray()
     folder = RunFolder(config.run_dir)

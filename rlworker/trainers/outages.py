@@ -1,4 +1,4 @@
-"""The workers that a run lost and replaced: how many it may, and which they were."""
+"""Outages: the workers that a run lost and replaced, and the limit of their number."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,19 +11,20 @@ from rlworker.tracking.run_folder import OUTAGES
 from rlworker.tracking.terminal import LOGGER
 
 ADVICE = ". What was saved is whole: go on from it with --resume"
-"""Ends the message of a failure, once there is a run to go on with."""
+"""End of a failure's message, once the run has begun and can be resumed."""
 
 Result = TypeVar("Result")
 
 
 class Outages:
-    """The outages of a run since its program started; each is told on the terminal and in the run folder.
+    """The outages of a run since its program started; the terminal and the run folder report each one.
 
     Args:
-        limit: outages that are repaired; 0 repairs none. folder: of the run.
+        limit: most outages that are repaired; 0 repairs none.
+        folder: the run folder.
 
     Attributes:
-        where: step and phase that the run is at.
+        where: the step and phase that the run is in, for messages.
     """
 
     def __init__(self, limit: int, folder: Path):
@@ -33,11 +34,12 @@ class Outages:
         self._being_replaced = frozenset[str]()
 
     def repeat(self, run: Callable[[], Result], go_back: Callable[[], None]) -> Result:
-        """Run to the end. Where workers are lost, start new workers, go back to the newest checkpoint and run on.
+        """Call ``run`` until it returns, and return its result. Where workers are lost, call ``go_back`` and then
+        ``run`` again.
 
         Raises:
-            WorkerFailure: workers were lost and none may be replaced, or one raised an error.
-            RunError: workers were lost more often than may be.
+            WorkerFailure: workers were lost and none may be replaced, or a worker raised an error.
+            RunError: there were more outages than ``limit``.
         """
         is_whole = True
         while True:
@@ -53,18 +55,25 @@ class Outages:
                 is_whole, self._being_replaced = False, frozenset(failure.lost)
 
     def note_lost(self, lost: Mapping[str, str]) -> None:
-        """Count an outage that is repaired where the run is, unless its workers are being replaced already."""
+        """Count one outage of workers that are replaced without going back to a checkpoint.
+
+        Nothing is counted if all of them are being replaced since an earlier outage.
+
+        Args:
+            lost: name of a lost worker -> how it was lost.
+        """
         if lost.keys() - self._being_replaced:
             self.note(self.where, lost)
 
     def note(self, where: str, lost: Mapping[str, str]) -> None:
-        """Count an outage, which is repaired now.
+        """Count one outage, which is repaired now.
 
         Args:
-            where: step and phase. lost: names of the lost workers, and the cause for each.
+            where: step and phase.
+            lost: name of a lost worker -> how it was lost.
 
         Raises:
-            RunError: there were as many as may be; the message names them all.
+            RunError: ``limit`` is reached; the message lists all outages.
         """
         text = f"{where}: {describe_lost(lost)}"
         if len(self.told) == self.limit:
@@ -79,5 +88,5 @@ class Outages:
         LOGGER.warning(f"outage {len(self.told)} of at most {self.limit}: {text}; replaced now")
 
     def count(self) -> dict[str, int]:
-        """Count the outages so far as the metric ``restarts``; nothing where there was none."""
+        """Return the number of outages so far as the metric ``restarts``; empty without an outage."""
         return {"restarts": len(self.told)} if self.told else {}

@@ -1,4 +1,4 @@
-"""Optimizer steps that were refused, and the rows that they met."""
+"""Optimizer steps that were refused because of a gradient that is not finite, and the rows of their batch."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,14 @@ from rlworker.errors import RunError
 
 
 def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, list[str]]:
-    """Find the sequences that hold a number which is not finite, and in which columns.
+    """Find the sequences that hold numbers which are not finite.
 
     Args:
-        outputs: columns ``[N]`` of the weights that the gradient was taken at.
+        outputs: name -> column ``[N]`` that the actor computed before the refused step.
 
     Returns:
-        sequence -> columns; every sequence, without columns, where only the backward pass can have made it.
+        number of a sequence -> names of the columns. If all numbers are finite, the backward pass made the gradient
+            infinite: then every sequence is listed, with an empty list.
     """
     sequence = torch.repeat_interleave(torch.tensor(batch.lengths))
     names_by_row: dict[int, list[str]] = {}
@@ -34,7 +35,7 @@ def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[i
 
 
 def save_rejected(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], tokenizer) -> int:
-    """Write the offending rows to ``path``, a JSON line each. Returns how many they are."""
+    """Write the offending rows to ``path``, one JSON line each, and return their number."""
     rows = find_offending_rows(batch, outputs)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
@@ -54,13 +55,19 @@ def save_rejected(path: Path, batch: TrainBatch, outputs: dict[str, Tensor], tok
 
 
 def reject_step(run: Path, step: int, role: str, batch: TrainBatch, outputs: Outputs, tokenizer) -> None:
-    """Raise RunError for step ``step``, whose gradient is not finite, after writing the rows that may be the cause
-    into the run folder. The engine kept its weights."""
+    """Write the rows that may have caused a gradient that is not finite into the run folder, and raise RunError.
+
+    The engine has kept its weights.
+
+    Args:
+        run: the run folder. step: number of the refused step. role: ``actor`` or ``critic``.
+        batch: batch of the step. outputs: outputs of the engine on the batch.
+    """
     rate = "--critic.lr" if role == "critic" else "--actor.optimizer.lr"
     path = run / "rejected" / f"step_{step:06d}.jsonl"
     count = save_rejected(path, batch, list_columns(outputs), tokenizer)
     raise RunError(
         f"step {step}: the {role}'s gradient is not finite, so the step was not taken. {count} of {len(batch)} rows "
         f"may be why: see {path}. If their numbers are finite, lower {rate} or --actor.optimizer.clip-grad; if not, "
-        "mend what made them"
+        "correct the reward, advantage or loss that made them"
     )

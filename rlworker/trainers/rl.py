@@ -1,4 +1,4 @@
-"""The controller: one process that starts the engines and runs the steps."""
+"""The controller of RL: one process that starts the engines and runs the steps."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,20 +45,19 @@ from rlworker.trainers.stop import Stop
 from rlworker.validation.validate import validate
 
 MAX_EMPTY_STEPS = 10
-"""Steps in a row without a group to learn from, at which a run ends."""
+"""Number of steps in a row without a group to learn from that ends a run."""
 
 
 class Trainer(Run[RunConfig]):
     """A run of rollouts and updates, used as ``Run`` says.
 
     Args:
-        environment: ``async def environment(policy, row) -> Episode``, or a scorer, ``reward(text, row) -> float``, as
-            ``one_turn`` takes it.
+        environment: ``async def environment(policy, row) -> Episode``, or a scorer, ``reward(text, row) -> float``.
         advantage: ``advantage(batch) -> [N]``, with a critic ``-> ([N], [N] returns)``.
-        loss: minimised by an update. Advantage, loss and its surrogate are given the settings that their keyword
-            parameters name.
-        aggregation: how much each token of an optimizer step counts. Of all three None takes the algorithm's.
-        folder, stop, trackers: as ``Run``.
+        loss: ``loss(outputs, batch) -> (sum over tokens, metric sums)``, which an update minimises.
+        aggregation: ``aggregation(batch) -> (weights [N], denominator)`` of an optimizer step. Of all three None takes
+            the function of ``config.algorithm``, and keyword parameters that are named like settings get their values.
+        folder, stop, trackers: as for ``Run``.
 
     Raises:
         ValueError: the settings, a model, the rows or the run folder cannot be used; nothing was started.
@@ -161,7 +160,7 @@ class Trainer(Run[RunConfig]):
             )
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
-        """Take one rollout and its update: its metrics, and some of its samples."""
+        """Take one step, a rollout and its update, and return its metrics and some of its samples."""
         clock, version, first = StepClock(), self.version, self.manager.rollouts_done
         groups, metrics = self.manager.sample(clock, self.version)
         self.log.prompts(self.steps_done + 1, first, self.manager.list_row_numbers(first))
@@ -211,7 +210,7 @@ class Trainer(Run[RunConfig]):
         return step_metrics.complete_step(metrics | {"empty_steps": self.empty_steps}, self.version, clock.total())
 
     def evaluate(self) -> dict[str, float]:
-        """Mean rewards of greedy answers to each held-out set, and estimates from samples; empty without sets."""
+        """Return the mean greedy reward of each held-out set, and estimates from samples; empty without sets."""
         if not self.heldout:
             return {}
         clock = StepClock()
@@ -297,20 +296,20 @@ class Trainer(Run[RunConfig]):
         return metrics, outputs
 
     def sync_weights(self) -> None:
-        """Send the actor's weights to every rollout engine, as the next version."""
+        """Send the actor's weights to every rollout engine as ``version + 1``, and wait until the engines have them."""
         self.version += 1
         self.synced.send(self.actor, self.rollouts.workers, self.version)
         # Engines that died meanwhile are noticed here.
         if (versions := self.rollouts.call(RolloutWorker.get_version)) != [self.version] * len(versions):
-            raise RunError(f"sync: version {self.version} was sent and the rollout engines have {versions}")
+            raise RunError(f"sync: the rollout engines have {versions}, expected version {self.version} in all of them")
 
     def note_lost(self, lost: Mapping[str, str]) -> None:
-        """Count lost engines, which new engines replace now."""
+        """Count an outage of rollout engines, which new engines replace now: ``{engine: how it was lost}``."""
         self.devices.free_devices()
         self.outages.note_lost(lost)
 
     def send_weights(self, engines: list[ActorHandle]) -> None:
-        """Give engines that have just loaded the model the weights that the others have."""
+        """Send the weights of the last sync to new engines that have just loaded the model, and compare them."""
         wait_for([engine.rewind.remote(self.version) for engine in engines])
         with self.devices.lending_weights():
             unlike = self.synced.send_to_new(self.actor, engines, self.version)
@@ -318,12 +317,12 @@ class Trainer(Run[RunConfig]):
 
     @property
     def canary(self) -> Canary:
-        """The comparison of rollout engines and actor on given tokens."""
+        """The comparison of rollout engines and actor on fixed tokens."""
         longest = min(self.config.longest, self.config.rollout.max_model_len - 1)  # vLLM samples one more
         return Canary(self.actor, self.manager, self.models["actor"], self.rows, len(self.rollouts.workers), longest)
 
     def check_canary(self) -> None:
-        """Check that every rollout engine computes with the weights that were sent, and agrees with the actor."""
+        """Check after a sync that every rollout engine has the weights that were sent, and agrees with the actor."""
         difference, unlike = self.canary.measure(), self.synced.compare(self.rollouts)
         check_agreement(self.config, self.floor, f"after sync {self.version}", difference, unlike)
 

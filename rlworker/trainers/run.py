@@ -1,4 +1,4 @@
-"""The part that runs of RL and of supervised training share: steps, evaluations, saves, and ending when asked to."""
+"""The base of RL and supervised runs: it takes steps, evaluates, saves, and ends when a signal asks it to."""
 
 import errno
 import os
@@ -39,37 +39,37 @@ Config = TypeVar("Config", bound=TrainingConfig)
 Processes = TypeVar("Processes", Rollouts, StartingGroup, ProcessPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
-"""Errors of writing to a disk that is full, gone or no longer ours."""
+"""Errors of writing to a disk that is full, gone or read-only."""
 _BETWEEN_STEPS = ("evaluate", "save", "restart", "restore")
 """Phases that belong to the last step that was done rather than to the one that runs."""
 
 
 class Run(Generic[Config]):
-    """A run that trains, around its steps.
+    """A run that trains, without the content of its steps.
 
-    Everything that a user can get wrong is checked when this is built; ``start`` then starts the engines, and ``fit``
-    runs to the last step. Use it as a context manager, so that the engines end with it.
+    The constructor checks everything that a user can get wrong; ``start`` then starts the engines, and ``fit`` trains
+    to the last step. Use it as a context manager, so that the engines end with it.
 
     A subclass defines the step, its engines, the evaluation and the content of a checkpoint: ``start_engines``,
     ``take_groups``, ``step``, ``evaluate``, ``list_learners``, ``get_state``, ``restore``.
 
     Args:
-        folder: of the run, where it was claimed before.
-        stop: how the program is asked to end; left out, signals are the caller's business.
-        trackers: beside those that ``config.trackers`` names.
+        folder: the run folder, where the caller has claimed it already.
+        stop: tells the run that a signal asks it to end; without it the caller handles signals.
+        trackers: trackers in addition to those that ``config.trackers`` names.
 
     Raises:
         ValueError: the run folder cannot hold this run.
     """
 
     line: tuple
-    """Metrics that the terminal shows of a step."""
+    """Metrics of a step that the terminal shows."""
     score: Score
-    """The measure of how well the held-out rows are answered."""
+    """The held-out metric by which checkpoints are compared."""
     has_begun = False
-    """Whether the engines are there, and the run is taken up or begun."""
+    """Whether the engines have started, and the run has been begun or resumed."""
     log: RunLog
-    """Where metrics and samples go, once the run has begun."""
+    """Writes metrics and samples; it is set once the run has begun."""
     tokenizer: Any
     """The tokenizer of the model that is trained."""
 
@@ -98,11 +98,11 @@ class Run(Generic[Config]):
         raise NotImplementedError
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
-        """Train with these engines, by the names of their roles, from now on."""
+        """Train with these engines from now on: name of the role -> engine."""
         raise NotImplementedError
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
-        """Take one step: its metrics, and some of its samples."""
+        """Take one step, and return its metrics and some of its samples."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
@@ -110,20 +110,20 @@ class Run(Generic[Config]):
         raise NotImplementedError
 
     def list_learners(self) -> list[WorkerGroup]:
-        """Return the engines that a checkpoint holds."""
+        """Return the training engines whose state a checkpoint holds."""
         raise NotImplementedError
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state of the run that a checkpoint holds beside the step."""
+        """Return the state that a checkpoint holds in addition to the step and the engines' state."""
         return {}
 
     def restore(self, state: dict) -> None:
-        """Load a checkpoint; without a ``folder`` it is the state of a run that has just begun."""
+        """Restore the state of a checkpoint. A state without ``folder`` is that of a run that has just begun."""
         for group in self.list_learners() if "folder" in state else ():
             group.call(TrainWorker.load, f"{state['folder']}/{group.name}")
 
     def digest_files(self, folder: Path, names: list[str]) -> Mapping[str, FileDigest]:
-        """Return the digests of a checkpoint's files by their names: dealt out among the ranks that will load them."""
+        """Return file name -> digest for files of a checkpoint; the ranks that will load the files share the work."""
         workers = self.list_learners()[0].workers
         shares = [names[rank :: len(workers)] for rank in range(len(workers))]
         calls = [worker.digest_files.remote(str(folder), share) for worker, share in zip(workers, shares)]
@@ -142,7 +142,7 @@ class Run(Generic[Config]):
         self.running.__exit__(*error)
 
     def start(self) -> None:
-        """Claim the run folder, start every engine, then take up the run that the folder holds, or begin one."""
+        """Claim the run folder, start every engine, then resume the run that the folder holds, or begin a new one."""
         config, clock = self.config, StepClock()
         self.folder.claim(config)
         self.running.callback(self.folder.release)
@@ -164,13 +164,13 @@ class Run(Generic[Config]):
         self.start_seconds = clock.seconds
 
     def start_processes(self, processes: Processes) -> Processes:
-        """Let processes end with this run, and be named where they fail."""
+        """Register processes, so that they end with this run and messages can name them; return them."""
         self.processes.append(processes)
         self.running.enter_context(processes)
         return processes
 
     def wait_for_trainers(self) -> None:
-        """Wait for all training engines, which start at the same time, and take them."""
+        """Wait until all training engines have started, then pass them to ``take_groups``."""
         groups: dict[str, WorkerGroup] = {}
         for starting in self._list_starting():
             groups |= starting.wait()
@@ -180,11 +180,11 @@ class Run(Generic[Config]):
         return [processes for processes in self.processes if isinstance(processes, StartingGroup)]
 
     def name_workers(self) -> dict[str, ActorHandle]:
-        """Return every process of the run by the name that a message gives it."""
+        """Return Ray's handle of every process of the run by the name that messages use."""
         return {name: worker for processes in self.processes for name, worker in processes.name_workers().items()}
 
     def begin(self) -> None:
-        """Take up the run that the claimed folder holds, or begin one, now that its engines are there."""
+        """Resume the run that the claimed folder holds, or begin a new one, once its engines have started."""
         config = self.config
         self._first_state = {"step": 0} | self.get_state()
         state, text = self.folder.begin(config, self.digest_files)
@@ -220,7 +220,7 @@ class Run(Generic[Config]):
         return best and best[0]
 
     def fit(self) -> dict[str, float]:
-        """Run to the last step, or to the end of that in which the program is asked to stop, evaluate and save.
+        """Train to the last step, or to the end of the step in which a signal asks the run to stop. Evaluate and save.
 
         Returns:
             the metrics of the last step.
@@ -237,8 +237,8 @@ class Run(Generic[Config]):
             if error.errno not in _UNWRITABLE:
                 raise
             raise RunError(
-                f"step {self.steps_done}: {str(self.folder.path)!r} cannot be written to: {error}; make room, then go "
-                "on from what was saved with --resume"
+                f"step {self.steps_done}: {str(self.folder.path)!r} cannot be written to: {error}; free disk space or "
+                "make the folder writable, then start again with --resume, which continues from the last checkpoint"
             ) from error
 
     def _go_back(self) -> None:
@@ -306,10 +306,10 @@ class Run(Generic[Config]):
         return (checkpoint.keep_best and is_best) or is_due(self.steps_done, checkpoint.save_every) or is_late
 
     def save(self, metrics: Mapping[str, float]) -> None:
-        """Write a checkpoint of the step that is done, unless it has one, and remove those that it replaces.
+        """Write a checkpoint of the last step, unless it has one, and remove the checkpoints that it replaces.
 
         Args:
-            metrics: of the step that was done; a held-out score among them is the checkpoint's.
+            metrics: metrics of the last step; a held-out score among them becomes the checkpoint's score.
         """
         if self._saved_step < self.steps_done:
             self._finish_checkpoint(*self._write_checkpoint(StepClock()), metrics)

@@ -1,4 +1,4 @@
-"""The training processes of an RL run: their engines, and which of them share some."""
+"""The training processes of an RL run, and the engines that each group of processes holds."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,10 +8,10 @@ from rlworker.config.run import RunConfig
 
 
 def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[tuple[str, str, tuple[Role, ...], int]]:
-    """List name, platform, engines and seed of each group of training processes, the actor's first.
+    """List the groups of training processes, the actor's first: name, platform, engines and seed of each.
 
     Args:
-        models: by role.
+        models: role -> description of its model.
     """
     actor = "actor", models["actor"], config.actor_of_run, config.rollout.temperature
     roles = {"actor": Role(*actor, needs_topk_logprobs=config.algorithm.score_centering > 0)}

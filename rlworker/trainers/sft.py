@@ -29,10 +29,11 @@ from rlworker.trainers.stop import Stop
 
 
 class SftTrainer(Run[SftConfig]):
-    """A run of supervised training, used as ``Run`` says.
+    """A run of supervised training. ``Run`` says how to use it.
 
     Args:
-        folder, stop, trackers: as ``Run``.
+        config: settings of the run.
+        folder, stop, trackers: as for ``Run``.
 
     Raises:
         ValueError: the settings, the model, the rows or the run folder cannot be used; nothing was started.
@@ -40,7 +41,7 @@ class SftTrainer(Run[SftConfig]):
 
     line = SUPERVISED_LINE
     rows_done = 0
-    """Rows that all optimizer steps took, which may have had different numbers of them."""
+    """Number of rows that all optimizer steps took; ``rows_per_step`` may have changed between them."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class SftTrainer(Run[SftConfig]):
         self.group = groups["actor"]
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
-        """Take one optimizer step: its metrics; nothing is sampled."""
+        """Take one optimizer step, and return its metrics and an empty list, since nothing is sampled."""
         clock, config = StepClock(), self.config
         rows = pick_rows(self.train, config.rows_per_step, self.rows_done, config.seed)
         self.rows_done += len(rows)
@@ -102,7 +103,7 @@ class SftTrainer(Run[SftConfig]):
         return metrics | {"tokens_per_second": batch.num_tokens / times["time_step"]} | times, []
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss of each set of held-out rows in nats per token; empty without held-out rows."""
+        """Return the mean loss of each held-out set, in nats per token; empty without held-out rows."""
         if not self.heldout:
             return {}
         clock = StepClock()
@@ -142,10 +143,12 @@ def train_supervised(
     """Take one optimizer step per batch, then save the model as a HuggingFace folder at ``output``.
 
     Args:
-        stop_below: end early once the mean loss of the last ten steps is below this.
+        model, config: the model, and settings of its engine.
+        platform: name of the platform. seed: seed of the weights that are drawn at random.
+        stop_below: mean loss of the last ten steps below which training ends early.
 
     Returns:
-        mean loss per counted target of each step, in nats.
+        the mean loss of each step, in nats per counting token.
 
     Raises:
         ValueError: ``output`` exists, or the model does not fit the parallel sizes.

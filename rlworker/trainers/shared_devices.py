@@ -14,13 +14,13 @@ OFFLOAD_PARTS: tuple[OffloadPart, ...] = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Occupancy:
-    """A share of the devices for some phases; all else waits in the host's memory.
+    """The parts of engines that are on the shared devices during a phase; all other parts wait in the host's memory.
 
     Attributes:
-        actor, others: parts of the actor's engine on the devices, and of the other models in its processes.
+        actor: parts of the actor's engine. others: parts of the other engines in the actor's processes.
         engines: parts of the rollout engines.
-        level: at which these sleep where they hold nothing: 1 keeps their weights on the host, 2 drops them, where the
-            next that they get are new ones.
+        level: vLLM's sleep level of rollout engines that have no part on the devices: 1 keeps their weights on the
+            host, 2 drops them, because new weights come next.
     """
 
     actor: tuple[OffloadPart, ...] = ()
@@ -47,14 +47,14 @@ PHASES = {
     "floor": _CANARY,
     "save": _SAVING,
 }
-"""Phase -> what it needs on the devices. One that is not here needs none of them."""
+"""Name of a phase -> the parts that it needs on the devices. A phase that is not listed needs none."""
 
 
 class SharedDevices:
-    """The devices that trainers and rollout engines share. Where they share none, nothing is moved.
+    """Moves trainers and rollout engines on and off the devices that they share. Before ``begin`` nothing is moved.
 
     Attributes:
-        groups: the engines in the actor's processes, by the names of their roles.
+        groups: role -> training engine, of the engines in the actor's processes.
     """
 
     def __init__(self):
@@ -63,12 +63,12 @@ class SharedDevices:
         self._occupancy: Occupancy | None = None
 
     def begin(self, rollouts: Rollouts) -> None:
-        """Share devices from now on. The rollout engines have them first, while they start."""
+        """Share devices from now on. The rollout engines have the devices first, while they start."""
         self._rollouts, self._occupancy = rollouts, _SAMPLING
         self.free_devices()
 
     def take(self, phase: str) -> None:
-        """Bring the parts that a phase needs onto the devices, and take the others off."""
+        """Move the parts that the phase does not need off the devices, then the parts that it needs onto them."""
         if not self._rollouts:
             return
         if phase == "restart":  # new trainers hold everything as they start
@@ -96,13 +96,13 @@ class SharedDevices:
             group.call(TrainWorker.offload, tuple(holding for holding in OFFLOAD_PARTS if holding not in kept))
 
     def free_devices(self) -> None:
-        """Take the trainers off the devices, for new engines, which start with all of their memory."""
+        """Move the trainers off the devices, since new rollout engines need all memory to start."""
         if self._rollouts:
             self._offload(Occupancy())
 
     @contextmanager
     def lending_weights(self) -> Iterator[None]:
-        """Have the actor's weights on the devices while new engines get them; then all is as it was."""
+        """Keep the actor's weights on the devices in this context, while new engines receive them."""
         if self._rollouts:
             self.groups["actor"].call(TrainWorker.onload, ("weights",))
         yield

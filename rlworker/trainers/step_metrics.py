@@ -15,25 +15,28 @@ _RATES = {"actor": "lr", "critic": "critic_lr"}
 
 
 def complete_step(metrics: dict[str, float], version: int, times: dict[str, float]) -> dict[str, float]:
-    """Complete a step's metrics, with the version of the weights that sampled it, and the seconds that everything took.
+    """Add the version of the weights that sampled the step, the tokens per second and the seconds of each phase.
 
     Args:
-        metrics: ``summarise_groups`` of the step, and further metrics.
+        metrics: metrics of the step, with those of ``summarise_groups``.
+        version: version of the weights. times: ``time_{phase}`` -> seconds.
     """
     tokens = metrics["completion_tokens"] * metrics["samples"]
     return metrics | {"version": version, "tokens_per_second": tokens / times["time_step"]} | times
 
 
 def average(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Average the metrics of optimizer steps, and of a name that ends in ``_max`` take the largest."""
+    """Average the metrics of optimizer steps; of a metric whose name ends in ``_max``, take the largest."""
     parts = list(parts)
     means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
 
 
 def measure_policy_kl(batch: TrainBatch, logprobs: Tensor) -> dict[str, float]:
-    """Estimate KL(rollout's policy || trained policy) of a mini-batch by k3, ``r - 1 - log r`` with ``r`` the ratio of
-    the policies (Schulman, "Approximating KL Divergence", 2020); nothing where one step takes the whole rollout.
+    """Estimate KL(rollout's policy || trained policy) of a mini-batch by k3, as the metric ``policy_kl``.
+
+    k3 is ``r - 1 - log r``, with ``r`` the ratio of the policies (Schulman, "Approximating KL Divergence", 2020). The
+    result is empty where one optimizer step takes the whole rollout.
 
     Args:
         logprobs: ``[N]``, of the policy before the optimizer step.
@@ -45,7 +48,7 @@ def measure_policy_kl(batch: TrainBatch, logprobs: Tensor) -> dict[str, float]:
 
 
 def measure_batch(batch: TrainBatch) -> dict[str, float]:
-    """Measure a step's penalties and critic's values, where it has them."""
+    """Measure the mean penalty, and mean and explained variance of the critic's values, of a batch that has them."""
     metrics = {}
     if batch.penalties is not None:
         metrics["penalty"] = float(batch.penalties[batch.mask].mean())
@@ -59,11 +62,14 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
 def measure_flops(
     models: Mapping[str, ModelSpec], batch: TrainBatch, metrics: Mapping[str, float], seconds: float
 ) -> dict[str, float]:
-    """Measure the rate of an update: the FLOPs of the models that took optimizer steps on a batch, by the seconds of
-    all ranks; nothing where none did.
+    """Measure the FLOP/s of an update as ``flops_per_second``: FLOPs of all optimizer steps by ``seconds`` of the
+    update.
+
+    The result is empty where no engine took an optimizer step.
 
     Args:
-        models: by role. metrics: of the update, with the prompts' sharing and the epochs.
+        models: role -> description of its model.
+        metrics: metrics of the update, with ``prompt_sharing`` and ``epochs``.
     """
     learners = [models[role] for role, rate in _RATES.items() if rate in metrics]
     if not learners:
@@ -74,7 +80,11 @@ def measure_flops(
 
 
 def measure_memory(processes: Iterable[object]) -> dict[str, float]:
-    """Measure the largest memory of a training process and of a rollout engine so far, in GB (10^9 bytes)."""
+    """Measure the peak memory of a training process and of a rollout engine so far, in GB (10^9 bytes).
+
+    Returns:
+        ``memory_gb`` and ``rollout_memory_gb``, each the largest over the processes.
+    """
     peaks: dict[str, float] = {}
     for group in processes:
         if isinstance(group, StartingGroup | Rollouts):

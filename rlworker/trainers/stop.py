@@ -1,4 +1,4 @@
-"""A run is asked to end by SIGTERM, as schedulers do, or by SIGINT, as Ctrl-C does."""
+"""Signals that ask a program to end: SIGTERM, which schedulers send, and SIGINT, which Ctrl-C sends."""
 
 import os
 import signal
@@ -17,15 +17,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """The meaning of SIGTERM and SIGINT to a program while this is entered.
+    """Handles SIGTERM and SIGINT while it is entered.
 
-    The first lets the step in hand be finished, where there is one (``in_hand``). The second, and the first where no
-    step would be lost, ends the program on the spot and every process that it started: as a kill would, which a run
-    folder is made to bear, but within a second and without leaving anybody behind.
+    The first signal lets the current step finish, if there is one (``in_hand``). The second signal ends the program at
+    once, with every process that it started; so does the first if no step would be lost. The run folder is left as a
+    kill would leave it, so that ``--resume`` works.
 
     Attributes:
-        signal: the number of the first that came; 0 before.
-        in_hand: the work to finish first, in words; empty where there is none.
+        signal: number of the first signal; 0 before.
+        in_hand: description of the step to finish first; empty where there is none.
     """
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Stop:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a program that was asked to end, as shells count: 128 and the signal's number."""
+        """Exit status of a program that a signal ended, as shells count: 128 plus the signal's number."""
         return 128 + self.signal
 
     def _handle_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -67,10 +67,10 @@ class Stop:
 
 @contextmanager
 def graceful_stop() -> Iterator[Stop]:
-    """Run a program that trains: a failure ends it with a message, signals end it as ``Stop`` says.
+    """Run a program that trains: a ``RunError`` ends it with its message, and signals end it as ``Stop`` says.
 
     Raises:
-        SystemExit: with the message, or with the status of a program that was asked to end before its last step.
+        SystemExit: with the error's message, or with ``exit_status`` if a signal ended the run before its last step.
     """
     with Stop() as stop:
         try:
@@ -82,8 +82,7 @@ def graceful_stop() -> Iterator[Stop]:
 
 
 def block_signals() -> None:
-    """Let this thread receive none of the signals that ``Stop`` hears: they are the main thread's, which may hold them
-    back for a while."""
+    """Block SIGTERM and SIGINT in this thread, so that the main thread gets them; it may hold them back."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 

@@ -1,4 +1,4 @@
-"""Estimates from n samples of a prompt: what k of them would give, drawn without replacement."""
+"""Unbiased estimates of pass@k and maj@k from n samples of a prompt, k of which are drawn without replacement."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,26 +8,29 @@ import numpy as np
 
 
 def estimate_pass(right: Sequence[bool], size: int) -> float:
-    """Estimate pass@k, the probability that one of ``size`` samples is right, without bias from as many or more.
+    """Estimate pass@k, the probability that at least one of ``size`` samples is right, from n >= ``size`` samples.
 
     It is ``1 - C(n - c, k) / C(n, k)`` for ``c`` right samples of ``n`` (Chen et al. 2021, arXiv:2107.03374, equation
-    1).
+    1), without bias.
 
     Args:
-        right: of each sample, ``[n]``.
+        right: ``[n]``, whether each sample is right. size: k.
     """
     wrong = len(right) - sum(right)
     return 1 - comb(wrong, size) / comb(len(right), size)
 
 
 def estimate_majority(answers: Sequence[str], right: Sequence[bool], size: int) -> float:
-    """Estimate maj@k, the probability that the answer which most of ``size`` samples give is right (Wang et al. 2023,
-    arXiv:2203.11171), as the mean over all subsets of the samples. Of answers with equally many votes each wins as
-    often.
+    """Estimate maj@k, the probability that the most frequent answer of ``size`` samples is right.
+
+    It is the mean over all subsets of ``size`` samples (Wang et al. 2023, arXiv:2203.11171). Answers with equally many
+    votes win equally often.
 
     Args:
-        answers: of each sample, ``[n]``; an empty one is no vote. right: of each sample, ``[n]``. Samples of one answer
-            may be right and wrong, where rewards tell more than answers: it then counts by their share.
+        answers: ``[n]``, answer of each sample; an empty answer is no vote.
+        right: ``[n]``, whether each sample is right. If samples with the same answer differ, the answer counts by the
+            share that is right.
+        size: k.
     """
     votes = Counter(answer for answer in answers if answer)
     rights = Counter(answer for answer, is_right in zip(answers, right, strict=True) if answer and is_right)

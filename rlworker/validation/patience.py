@@ -7,10 +7,10 @@ from rlworker.tracking.run_folder import Score
 
 
 def has_stalled(lines: Sequence[Mapping[str, float]], score: Score, settings: ValidationConfig) -> bool:
-    """Tell whether the last validations, as many as the patience, have found no new best; a patience of 0 never ends.
+    """Tell whether the last ``settings.patience`` validations have found no new best; a patience of 0 is never used up.
 
     Args:
-        lines: metrics of each step until now.
+        lines: metrics of each step so far. score: the metric that is compared.
     """
     values = [score.sign * line[score.name] for line in lines if score.name in line]
     best = max(range(len(values)), key=values.__getitem__, default=0)  # of equals the first
@@ -18,7 +18,7 @@ def has_stalled(lines: Sequence[Mapping[str, float]], score: Score, settings: Va
 
 
 def describe_stall(score: Score, settings: ValidationConfig) -> str:
-    """Say why a run has ended, and how it goes on."""
+    """Say why a run has ended early, and how to continue it."""
     return (
         f"{score.name} has had no new best for {settings.patience} validations; --resume with a larger "
         "--validation.patience goes on"

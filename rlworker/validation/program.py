@@ -1,4 +1,4 @@
-"""Evaluation without training: rollout engines alone answer the held-out rows of a recipe."""
+"""Evaluation without training: rollout engines answer the held-out rows of a recipe."""
 
 import json
 import os
@@ -32,16 +32,16 @@ from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.validation.validate import Validation, validate
 
 _OWN = ("data.train", "data.heldout", "data.heldout_sets", "environment.workers")
-"""Settings that an evaluation has for itself."""
+"""Settings that may differ between an evaluation and the checkpoint's run."""
 TABLE, SAMPLES = "validation.json", "samples.jsonl"
-"""Files of an evaluation: its table with settings and provenance, and every episode."""
+"""Files of an evaluation: the table with settings and provenance; and every episode."""
 
 
 def find_weights(name: str) -> str:
-    """Find the model that ``--model`` means in an evaluation: a checkpoint's is in its ``hf`` folder.
+    """Return the folder of weights that ``--model`` names: for a checkpoint, its ``hf`` folder.
 
     Raises:
-        ValueError: it is the folder of a run.
+        ValueError: ``name`` is the folder of a run, which has several checkpoints.
     """
     if (Path(name) / "hf" / "config.json").is_file():
         return str(Path(name) / "hf")
@@ -53,7 +53,7 @@ def find_weights(name: str) -> str:
 
 
 def list_differences(config: RunConfig) -> list[str]:
-    """List the settings of prompts, answers and environments that differ from those of the checkpoint's run."""
+    """List the settings of prompts, sampling and environments that differ from those of the checkpoint's run."""
     run = Path(config.model, "../../..").resolve()  # of run/checkpoints/step_N/hf
     if Path(config.model).name != "hf" or not (run / "config.json").is_file():
         return []
@@ -66,7 +66,7 @@ def list_differences(config: RunConfig) -> list[str]:
 
 
 class Evaluation:
-    """An evaluation of ``config.model`` on the held-out rows, which trains nothing.
+    """An evaluation of ``config.model`` on the held-out rows, without training.
 
     Raises:
         ValueError: the settings, the model or the rows cannot be used; nothing was started.
@@ -98,7 +98,7 @@ class Evaluation:
         log_start(f"rows are read: {len(rows)} held out, in {len(self.rows)} sets")
 
     def run(self) -> dict[str, float]:
-        """Start the engines, validate once and write the results into ``run_dir/evaluations``: the metrics.
+        """Start the engines, validate once, write the results into ``run_dir/evaluations`` and return the metrics.
 
         Raises:
             RunError: a worker failed.
@@ -143,7 +143,7 @@ class Evaluation:
 
 
 def name_evaluation(model: str) -> str:
-    """Name the evaluation of a model: ``step_40`` of a checkpoint, else by its folder or its name on the hub."""
+    """Return the folder name of an evaluation: ``step_40`` for a checkpoint, else the name of the model's folder."""
     path = Path(model.removeprefix("hf:").partition("@")[0])
     return path.parent.name if path.name == "hf" else path.name
 

@@ -1,4 +1,4 @@
-"""A validation: the episodes of every held-out set, their metrics, and tables by source."""
+"""Validation: run the episodes of every held-out set, and compute their metrics and tables by source."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.validation.estimates import estimate_majority, estimate_pass
 
 SOURCE = "data_source"
-"""Field of a row that says where it is from, as verl's have it."""
+"""Field of a row that names its source, as in verl's rows."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class ValidatedSet:
     """A held-out set with its episodes.
 
     Attributes:
-        name: of the set; empty for ``data.heldout``.
-        greedy: ``[R]``, one episode of each row. sampled: ``[R]``, the samples of each; empty where none are taken.
+        name: name of the set; empty for ``data.heldout``.
+        greedy: ``[R]``, a group of one greedy episode for each row.
+        sampled: ``[R]``, a group of ``validation.samples`` episodes for each row; empty where none are sampled.
     """
 
     name: str
@@ -32,13 +33,14 @@ class ValidatedSet:
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation of every held-out set.
+    """The result of a validation of every held-out set.
 
     Attributes:
-        table: a line for each set, and below a set of several sources one for each of them: ``{"set": name, "source":
-            name, "rows": R, "greedy": mean reward, "mean_at_n": ..., "pass_at_k": ..., "maj_at_k": ...}``; the source
+        sets: the sets with their episodes.
+        table: one dict for each set, followed by one for each source if the set has several: ``{"set": name, "source":
+            name, "rows": R, "greedy": mean reward, "mean_at_n": ..., "pass_at_k": ..., "maj_at_k": ...}``. The source
             of a whole set is empty.
-        metrics: of whole sets, and the failures of all their episodes.
+        metrics: metrics of whole sets, and the number of failed episodes.
     """
 
     sets: list[ValidatedSet]
@@ -47,10 +49,11 @@ class Validation:
 
 
 def validate(manager: RolloutManager, rows: Mapping[str, list[Row]]) -> Validation:
-    """Run the episodes of every held-out set: one of most likely samples for each row, and those to estimate from.
+    """Run the episodes of every held-out set: one greedy episode of each row, and ``validation.samples`` sampled
+    episodes.
 
     Args:
-        rows: of each set, by its name.
+        rows: name of a set -> its rows.
     """
     config, sets, failures = manager.config, [], {}
     settings = config.validation
@@ -64,7 +67,7 @@ def validate(manager: RolloutManager, rows: Mapping[str, list[Row]]) -> Validati
     metrics = _list_metrics(table)
     if settings.metric and settings.metric not in metrics:
         raise RunError(
-            f"validation: there is no metric={settings.metric!r}, since the environment finds no answers to vote on; "
+            f"validation: there is no metric {settings.metric!r}, since the environment finds no answers to vote on; "
             "pass one_turn(reward, answer=...) to launch or set Episode.answer, or take another --validation.metric"
         )
     return Validation(sets, table, metrics | failures)

@@ -158,9 +158,9 @@ REQUIREMENTS: tuple[Requirement[Call], ...] = (
         silent=True,
     ),
 )
-"""In an order in which each may rely on those before it."""
+"""The requirements, in an order in which each may assume those before it."""
 
 
 def check(call: Call) -> None:
-    """Raise RefusedError or SilentError at the first requirement that a call does not meet."""
+    """Raise RefusedError or SilentError for the first requirement that a call breaks."""
     check_call("varlen_attn", REQUIREMENTS, call)

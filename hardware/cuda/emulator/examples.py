@@ -1,6 +1,6 @@
-"""Calls of ``varlen_attn``: for each requirement one that breaks it and one that keeps it, on any device.
+"""Calls of ``varlen_attn`` for each requirement: one that breaks it and one that keeps it, on any device.
 
-They are right in all else. So an emulated kernel and a real one can be asked the same.
+The calls break nothing else. So an emulated kernel and a real one can be tested with the same calls.
 """
 
 import inspect
@@ -17,7 +17,7 @@ HEADS, KEY_HEADS, DIM = 4, 2, 8
 
 
 def make_example_call(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Arguments of ``varlen_attn``: two sequences of three and five tokens, causal."""
+    """Make the arguments of a valid call of ``varlen_attn``: two sequences of three and five tokens, causal."""
     bounds = _bounds(3, 5, device=device)
     return dict(
         query=_draw(8, HEADS, device=device, dtype=dtype),
@@ -35,7 +35,7 @@ def make_example_call(device: torch.device | str = "cpu", dtype: torch.dtype = t
 def make_examples(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, tuple[dict, ...]]:
-    """Requirement -> changes to ``make_example_call`` that break it, and changes that keep it."""
+    """Return name of a requirement -> changes to ``make_example_call`` that break it, and changes that keep it."""
     on: dict[str, Any] = dict(device=device, dtype=dtype)
     elsewhere = "meta" if torch.device(device).type == "cpu" else "cpu"
     bounds = _bounds(3, 5, device=device)
@@ -70,7 +70,7 @@ def make_examples(
 
 
 def build_contract(device: torch.device) -> KernelContract:
-    """Build the contract with the calls above, made through torch's own function."""
+    """Build the contract of ``varlen_attn`` with these calls, made through torch's own function."""
     from torch.nn.attention import varlen  # which takes seconds, since it imports torch's compiler
 
     asks_for_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters

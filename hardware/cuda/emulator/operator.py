@@ -12,12 +12,12 @@ from hardware.cuda.emulator.contract import check
 from hardware.cuda.kernel_call import Call
 
 STANDS_FOR_16_BITS = torch.float32
-"""Taken in the place of bf16, so that results can be compared with others to rounding; a device refuses it."""
+"""Type that is accepted instead of bf16, so that results agree with others to rounding; a device refuses it."""
 _INSTALLED: list[bool] = []
 
 
 def install() -> None:
-    """Give the operators their kernels in this process; once is enough."""
+    """Register kernels for the operators in this process; a second call does nothing."""
     from torch.nn.attention import varlen  # which takes seconds, since it imports torch's compiler
 
     if not _INSTALLED:

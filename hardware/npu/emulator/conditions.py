@@ -1,4 +1,4 @@
-"""The conditions of ``contract.py`` on a call of ``npu_fusion_attention``: each function is True of a right one."""
+"""The conditions of ``contract.py``: each function tells whether a call of ``npu_fusion_attention`` keeps one."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hardware.npu.kernel_call import TRIANGLE, Call, build_triangle
 
 _PROVEN_TRIANGLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Compressed masks that were found right, with the version of their contents."""
+"""Compressed masks that have been checked, with the version of their contents."""
 
 
 def is_triangle(mask: Tensor) -> bool:
@@ -20,7 +20,7 @@ def is_triangle(mask: Tensor) -> bool:
 
 
 def lengths_are_cumulative(call: Call) -> bool:
-    """Check the lengths of queries and of keys; sequences left out at the end are the same of both."""
+    """Tell whether lengths of queries and keys are cumulative, with the same sequences left out at the end."""
     lists = (call.actual_seq_qlen, call.actual_seq_kvlen)
     ends = [next((i for i, end in enumerate(reversed(each)) if end), len(each)) for each in lists]
     totals = (len(call.query), len(call.key))
@@ -37,7 +37,7 @@ def list_mask_shapes(call: Call) -> set[tuple[int, ...]]:
 
 
 def are_cumulative(lengths: list[int], total: int) -> bool:
-    """Sums that never fall but to zeros at the end, the last of them every token."""
+    """Tell whether ``lengths`` are sums that never fall, up to ``total``, except for zeros at the end."""
     ends = list(lengths)
     while ends and ends[-1] == 0:
         ends.pop()
@@ -68,7 +68,7 @@ def band_is_not_empty(call: Call) -> bool:
 
 
 def sizes_are_alike(call: Call) -> bool:
-    """Keys and values of the same tokens and heads, in as many sequences as the queries."""
+    """Tell whether keys and values have the same tokens and heads, in as many sequences as the queries."""
     tokens = call.key.shape[:-1] == call.value.shape[:-1]
     if call.packed:
         return tokens
@@ -77,7 +77,7 @@ def sizes_are_alike(call: Call) -> bool:
 
 
 def dims_are_alike(call: Call) -> bool:
-    """Heads of queries and keys of one size, of values no larger."""
+    """Tell whether heads of queries and keys have the same size, and those of values are no larger."""
     if "H" in call.input_layout:
         key, value = call.key.shape[-1], call.value.shape[-1]
         return key % call.head_dim == 0 and key > 0 and value % (key // call.head_dim) == 0 and value <= key

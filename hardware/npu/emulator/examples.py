@@ -1,6 +1,6 @@
-"""Calls of ``npu_fusion_attention``: for each requirement one that breaks it and one that keeps it, on any device.
+"""Calls of ``npu_fusion_attention`` for each requirement: one that breaks it and one that keeps it, on any device.
 
-They are right in all else. So an emulated kernel and a real one can be asked the same.
+The calls break nothing else. So an emulated operator and a real one can be tested with the same calls.
 """
 
 from typing import Any
@@ -17,8 +17,11 @@ _TND = {"input_layout": "TND"}
 
 
 def make_example_call(device: torch.device | str = "cpu", **changes: Any) -> dict[str, Any]:
-    """Make the arguments of a call: two sequences of six tokens in BNSD, or of three and five in TND, causal by
-    ``sparse_mode`` 2; with changes."""
+    """Make the arguments of a valid call with ``changes``: two sequences of six tokens in BNSD, or of three and five in
+    TND.
+
+    The mask is causal, by ``sparse_mode`` 2.
+    """
     generator = torch.Generator().manual_seed(0)
     layout = changes.get("input_layout", "BNSD").upper()
     shape = (lambda heads: (8, heads, DIM)) if layout == "TND" else (lambda heads: (2, heads, 6, DIM))
@@ -40,7 +43,7 @@ def make_example_call(device: torch.device | str = "cpu", **changes: Any) -> dic
 
 
 def make_pack(queries: list[int], keys: list[int], **changes) -> dict:
-    """Make the changes for a pack of sequences of so many queries and keys."""
+    """Make the changes for a pack of sequences with these numbers of queries and keys."""
     totals = [torch.tensor(lengths).cumsum(0).tolist() for lengths in (queries, keys)]
     drawn = dict(
         query=torch.randn(sum(queries), HEADS, DIM),
@@ -51,12 +54,12 @@ def make_pack(queries: list[int], keys: list[int], **changes) -> dict:
 
 
 def make_examples() -> dict[str, tuple[dict[str, Any], ...]]:
-    """Make, for each requirement, changes to ``make_example_call`` that break it, and changes that keep it."""
+    """Return name of a requirement -> changes to ``make_example_call`` that break it, and changes that keep it."""
     return _make_size_examples() | _make_mask_examples()
 
 
 def build_contract(device: torch.device) -> KernelContract:
-    """Build the contract with the calls above, made through the operator that is there."""
+    """Build the contract of ``npu_fusion_attention`` with these calls, made through the registered operator."""
     calls = {
         name: (make_example_call(device, **broken), make_example_call(device, **kept))
         for name, (broken, kept) in make_examples().items()

@@ -132,14 +132,14 @@ _COMPUTE = {"npu_rms_norm": _rms_norm, "npu_swiglu": _swiglu, "npu_rotary_mul": 
 
 
 def compute(operator: str, arguments: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Check a call of one of ``REQUIREMENTS`` and compute it.
+    """Check a call of an operator in ``REQUIREMENTS`` and compute it.
 
     Args:
-        arguments: all of its schema's, by name.
+        operator: name of the operator. arguments: all arguments of its schema, by name.
 
     Raises:
-        RefusedError: it breaks a requirement.
-        NotEmulatedError: a device computes it and this does not.
+        RefusedError: the call breaks a requirement.
+        NotEmulatedError: a device computes the call and this emulator does not.
     """
     call = SimpleNamespace(**arguments)
     check_call(operator, REQUIREMENTS[operator], call)

@@ -24,8 +24,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Register the operators in this process; once is enough. Where torch_npu has one already, for tensors of the
-    CPU."""
+    """Register the operators for tensors of the CPU in this process; a second call does nothing."""
     if _LIBRARIES:
         return
     functions: dict[str, Callable[[dict], Any]] = {OPERATOR: _fusion_attention}

@@ -1,4 +1,4 @@
-"""Core attention against dense attention under the oracle: every rule, layout and context-parallel size."""
+"""Check core attention against dense attention, for every rule, layout and context-parallel size."""
 
 from collections.abc import Callable
 from itertools import product
@@ -20,12 +20,12 @@ from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_a
 from rlworker.checks.device.report import Device, DeviceFinding
 
 LENGTHS = ((5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38))
-"""Packs of sequences without a token, of one, alike, and of many."""
+"""Lengths of packs: with an empty sequence, with one sequence, with equal lengths, and with many."""
 SHARED = (
     ((12, 15, 9, 10, 21, 3), Sharing((0, 0, 0, 3, 3, 5), (0, 9, 9, 0, 7, 0))),
     ((10, 13, 19, 17, 20, 6), Sharing((0, 0, 1, 2, 0, 5), (0, 6, 9, 12, 4, 0))),
 )
-"""Packs of which sequences begin alike: two groups, in one a sequence without a token of its own, and a tree."""
+"""Packs with sequences that begin alike: two groups, one with a sequence without a token of its own; and a tree."""
 RULES = (
     CAUSAL,
     Rule(causal=False),
@@ -38,16 +38,17 @@ RULES = (
 )
 KINDS, CP_SIZES = ("bshd", "thd"), (1, 2, 4)
 LIMITS = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
-"""Largest difference of an output or a gradient, in units of the largest number of the reference or of 1."""
+"""Largest difference of an output or gradient, relative to the reference's largest number or 1, whichever is larger."""
 
 BuildInputs = Callable[[MaskSpec, tuple[Tensor, Tensor]], AttentionInputs]
 
 
 def build_core(platform: Platform, layer: int = 1, cp: int = 1, cp_rank: int = 0, **sizes: int) -> Any:
-    """Build a platform's core attention alone, of a layer as one context-parallel rank has it.
+    """Build a platform's core attention for one layer of one context-parallel rank.
 
     Args:
-        sizes: ``heads``, ``kv_heads`` and ``dim`` of a head, else those of ``dense_attention``.
+        layer: number of the layer. cp, cp_rank: size of context parallelism, and the rank in it.
+        sizes: ``heads``, ``kv_heads`` and ``dim`` of a head; by default those of ``dense_attention``.
     """
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
@@ -66,7 +67,7 @@ def build_core(platform: Platform, layer: int = 1, cp: int = 1, cp_rank: int = 0
 
 
 def make_no_rotation(layout: Layout, dtype: torch.dtype, device: torch.device, dim: int = DIM) -> tuple[Tensor, Tensor]:
-    """Make ``(cos, sin)`` that rotate nothing, ``[1, b, s, dim]`` each."""
+    """Return ``(cos, sin)`` of no rotation, ``[1, b, s, dim]`` each."""
     shape = (1, *layout.shape, dim)
     return torch.ones(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
@@ -85,16 +86,16 @@ def compare_attention(
     dtype: torch.dtype = torch.float32,
     build_inputs: BuildInputs | None = None,
 ) -> list[tuple[float, float]]:
-    """Compare core attention with dense attention under the oracle, for every context-parallel rank in one process:
-    the gather is done by hand.
+    """Compare core attention with dense attention for every context-parallel rank, in one process that gathers by hand.
 
     Args:
-        slots: of a pack of a fixed size. sharing: the sequences that begin alike.
-        build_inputs: in place of the platform's own.
+        lengths: lengths of the sequences. kind: layout. rules: rule of each layer. layer: the layer to compare.
+        slots: slots of a pack of fixed size; 0 fits it to the lengths. sharing: the sequences that begin alike.
+        build_inputs: replaces the platform's own function.
 
     Returns:
-        ``(largest difference, largest number of the reference)`` of the output, and of the gradients of query, key and
-        value.
+        ``(largest difference, largest number of the reference)`` for the output, and for the gradients of query, key
+            and value.
     """
     from hardware.megatron import layers
 
@@ -131,7 +132,7 @@ def compare_attention(
 
 
 def find_holding_tokens(lengths: tuple[int, ...], sharing: Sharing | None) -> Tensor:
-    """Find the token whose slot holds each token of a stream: ``[N]`` long, its own number where it is not shared."""
+    """Return for each token the token whose slot holds it, ``[N]`` long: the token itself unless it is shared."""
     sequence, position = expand_counts(np.asarray(lengths))
     holder = MaskSpec("thd", lengths, lengths, sharing=sharing).find_holders(sequence, position)
     return torch.from_numpy((np.cumsum(lengths) - lengths)[holder] + position)
@@ -145,7 +146,7 @@ def _share(flat: Tensor, lengths: tuple[int, ...], sharing: Sharing | None) -> T
 
 
 def check_attention(device: Device) -> list[DeviceFinding]:
-    """Check every case that the platform's kernels honour, a line for each rule, in fp32 and bf16."""
+    """Check every case that the platform's kernels support, with one finding for each rule and dtype."""
     findings = []
     for dtype, rule in product(LIMITS, RULES):
         cases, apart, failures = 0, {"outputs": 0.0, "gradients": 0.0}, []

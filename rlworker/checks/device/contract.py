@@ -1,4 +1,4 @@
-"""Requirements of an attention kernel, each tried by a call that breaks it and one that keeps it."""
+"""Check the requirements of an attention kernel, each by a call that breaks it and a call that keeps it."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from rlworker.checks.device.report import Device, DeviceFinding
 
 
 def check_contract(device: Device) -> list[DeviceFinding]:
-    """Try every requirement of the platform's kernel; nothing on a platform without a contract, the CPU.
+    """Test every requirement of the platform's kernel; empty on a platform without a contract, the CPU.
 
-    An emulator raises at every broken call, by the kind of error that the requirement says. A device raises where the
-    requirement says that it refuses, and computes something where it says that it is silent. Where only the
-    documentation forbids a call, the line says which of the two it did.
+    An emulator must raise at every broken call, by the kind of error that the requirement states. A device must raise
+    where the requirement says that it refuses, and compute where it says that it is silent. Where only the
+    documentation forbids a call, the finding says which of the two happened.
     """
     kernel, findings = device.platform.build_contract(device.device), []
     if kernel is None:

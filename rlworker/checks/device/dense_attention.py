@@ -1,17 +1,17 @@
-"""Attention by the book, and packs with images: kernels and lowerings are compared with these."""
+"""Attention by definition, and packs with images, to compare kernels with."""
 
 import torch
 from torch import Tensor
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-"""Of queries, of keys and values, and the size of each: the least that a kernel for cards takes."""
+"""Number of query heads, of key and value heads, and size of a head: the smallest that a kernel for cards takes."""
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, see: Tensor) -> Tensor:
-    """Compute attention by the book: softmax over the visible keys. Rows that see nothing give zero.
+    """Compute attention by definition: softmax over the visible keys. The result is zero for a query that sees no key.
 
     Args:
-        query: ``[b, s, h, d]``, as ``key`` and ``value``, whose heads may be fewer.
+        query: ``[b, s, h, d]``. key, value: of the same shape, but with h or fewer heads.
         see: ``[b, q, k]`` bool, True where a query sees a key.
 
     Returns:
@@ -24,10 +24,10 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, see: Tensor) -> T
 
 
 def find_image_blocks(lengths: tuple[int, ...]) -> Tensor:
-    """Return the image of each token ``[N]``, -1 where it is text.
+    """Return the number of each token's image, ``[N]``; -1 for text.
 
-    A sequence that is long enough has an image of two tokens near its start; a longer one also has an image of three
-    tokens at its end.
+    A sequence that is long enough has an image of two tokens near its start; a longer sequence also has an image of
+    three tokens at its end.
     """
     blocks = []
     for n in lengths:

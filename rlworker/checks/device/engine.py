@@ -1,4 +1,4 @@
-"""A tiny training engine of one rank in this process: its numbers, its memory and its reads of the device."""
+"""Check a tiny training engine of one rank in this process: its numbers, its memory and its reads from the device."""
 
 import gc
 import socket
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 MODELS: tuple[Tiny, ...] = ("qwen2", "qwen2_5_vl", "qwen3_vl", "gemma3")
 DTYPES = ("float32", "bfloat16")
 PLAN_LIMITS = {"activations": 0.1, "peak": 0.15}
-"""Largest relative difference of measured from planned activations, and largest excess of the measured peak."""
+"""Largest relative difference between measured and planned activations, and largest relative excess of the measured
+peak."""
 _MB = 2**20
 
 
 @contextmanager
 def joined_process(device: Device) -> Iterator[None]:
-    """Be a group of one rank, in which engines can be built."""
+    """Make this process a group of one rank in this context, so that engines can be built."""
     from engines.megatron.groups import init_distributed, leave_distributed
 
     with socket.socket() as probe:
@@ -61,7 +62,7 @@ def build_engine(device: Device, model: ModelSpec, config: MegatronConfig) -> "M
 
 
 def plan_shard(engine: "MegatronEngine", batch: TrainBatch) -> Shard:
-    """Plan a batch for the one replica that there is."""
+    """Return the shard of a batch for the only replica."""
     (shard,) = plan_schedule(batch.lengths, engine.config, engine.model.hidden, 1).shards(batch)
     return shard
 
@@ -73,7 +74,7 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
     """Check masks, layouts and gradients of tiny models against HuggingFace, which computes on the CPU in fp32.
 
     Args:
-        folder: for the models and their images.
+        folder: folder for the models and their images.
     """
     findings: list[DeviceFinding] = []
     kinds = MODELS if find_spec("torchvision") else MODELS[:1]
@@ -92,7 +93,7 @@ def check_engine(device: Device, folder: Path) -> list[DeviceFinding]:
 
 
 def make_references(folder: Path, kind: Tiny) -> tuple[ModelSpec, Case, list[Reference]]:
-    """Make a tiny model, sequences for it, and HuggingFace's numbers of them for each type of weights."""
+    """Make a tiny model and its case, and compute HuggingFace's numbers for each dtype."""
     model = ModelSpec.from_folder(make_tiny_model(folder / kind, kind))
     images = folder / f"{kind}_images"  # another kind may see a video where this one sees an image
     images.mkdir()
@@ -122,7 +123,7 @@ def _check_model(
 
 
 def make_batch(model: ModelSpec, sequences: int, tokens: int) -> TrainBatch:
-    """Make sequences of ``tokens`` inputs each, in which every token counts."""
+    """Make ``sequences`` sequences of ``tokens`` inputs each, in which every token counts."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.vocab, (sequences, tokens + 1), generator=generator).tolist()
     batch = TrainBatch.from_ids(ids, [1] * sequences)
@@ -130,11 +131,14 @@ def make_batch(model: ModelSpec, sequences: int, tokens: int) -> TrainBatch:
 
 
 def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, sequences: int, tokens: int) -> dict:
-    """Measure the bytes of two training steps, each of one micro-batch, beside the plan.
+    """Measure the memory of two training steps, each of one micro-batch, in bytes.
+
+    Args:
+        sequences, tokens: number of sequences, and tokens of each.
 
     Returns:
-        on an accelerator ``peak`` and ``planned peak``; else ``activations`` (held by autograd) and ``planned
-        activations``.
+        on an accelerator ``peak`` and ``planned peak``; on a CPU ``activations`` (held by autograd) and ``planned
+            activations``.
     """
     from engines.probes.saved_bytes import SavedBytes
 
@@ -157,7 +161,7 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
 
 
 def check_memory(device: Device, folder: Path) -> list[DeviceFinding]:
-    """Check the plan of memory against a model of some megabytes, with and without recomputation."""
+    """Compare the planned memory with the measured memory of a small model, with and without recomputation."""
     sizes: dict[str, Any] = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_hidden_layers=4)
     if device.is_host:
         sizes = {}

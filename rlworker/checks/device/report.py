@@ -1,4 +1,4 @@
-"""The report of a device check: a line for everything that was looked at, as a table and as JSON."""
+"""The report of a device check: one row for each thing that was checked, as a table and as JSON."""
 
 import platform as machine
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "torch_
 
 @dataclass(frozen=True)
 class DeviceFinding(Finding):
-    """A line with its numbers.
+    """A row of the report with numbers.
 
     Attributes:
         figures: measured numbers, by names that end with the unit.
@@ -27,33 +27,43 @@ class DeviceFinding(Finding):
 
 @dataclass(frozen=True)
 class Device:
-    """The device under check, and how lines about it are made."""
+    """The device under check. It makes the findings of the report.
+
+    Attributes:
+        platform: the platform. device: torch's device.
+    """
 
     platform: Platform
     device: torch.device
 
     @property
     def is_host(self) -> bool:
-        """The device is the host's processor: of an emulator, or of the platform that has no other."""
+        """Tell whether the device is the host's processor, as on an emulator or a platform without devices."""
         return self.device.type == torch.get_default_device().type
 
     def make_finding(
         self, check: str, where: str, passed: bool, text: str, figures: dict[str, float] | None = None
     ) -> DeviceFinding:
-        """Make a line of the report, with the platform's evidence."""
+        """Return a row of the report, with the platform's level of proof as evidence.
+
+        Args:
+            check: name of the check. where: the case that was checked, such as a rule and a dtype.
+            passed: whether the outcome is "ok", else "FAILED". text: the result in words.
+            figures: name with unit -> measured number.
+        """
         return DeviceFinding(check, where, "ok" if passed else "FAILED", text, self.platform.evidence, figures or {})
 
     def refuse(self, check: str, where: str, text: str) -> DeviceFinding:
-        """Make a finding of a check that was not run, with the reason."""
+        """Return a row for a check that was not run; ``text`` gives the reason."""
         return DeviceFinding(check, where, "refused", text, "untested")
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all of its work."""
+        """Wait until the device has finished all its work."""
         if not self.is_host:
             torch.get_device_module(self.device).synchronize()
 
     def describe(self) -> dict[str, Any]:
-        """Describe the device, and the versions of the libraries that ran on it."""
+        """Return ``platform``, ``device`` and ``versions`` of the libraries, for the report."""
         name = machine.processor() or machine.machine()
         if not self.is_host:
             name = torch.get_device_module(self.device).get_device_name(self.device)
@@ -67,7 +77,7 @@ class Device:
 
 
 def format_table(findings: Iterable[Finding]) -> str:
-    """Format findings as a table, a line each."""
+    """Format findings as a table, one row each."""
     rows = [("check", "where", "outcome", "evidence", "found")]
     rows += [(f.check, f.where, f.outcome, f.evidence, f.text) for f in findings]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -77,6 +87,6 @@ def format_table(findings: Iterable[Finding]) -> str:
 
 
 def build_report(device: Device, findings: list[DeviceFinding]) -> dict[str, Any]:
-    """Build the report of ``--json``: device, versions, findings, and whether all of them passed."""
+    """Build the report for ``--json``: device, versions, findings, and ``passed``, whether no finding failed."""
     passed = not any(finding.outcome == "FAILED" for finding in findings)
     return device.describe() | {"passed": passed, "findings": [asdict(finding) for finding in findings]}

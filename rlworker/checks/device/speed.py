@@ -1,4 +1,4 @@
-"""Times of attention and of a training step, beside a matrix product's in the same run."""
+"""Measure the speed of attention and of a training step, relative to a matrix product in the same run."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from rlworker.checks.huggingface import probe_loss
 from rlworker.checks.tiny_models import make_tiny_text
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Dense bf16 TFLOP/s of a card, by a part of its name (the vendors' data sheets)."""
+"""Part of a card's name -> dense bf16 TFLOP/s (the vendors' data sheets)."""
 _SHAPE: dict[str, Any] = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
 _SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=4096)
 _HALF_BILLION = _SHAPE | {"vocab_size": 151936}
@@ -29,7 +29,7 @@ _HALF_BILLION = _SHAPE | {"vocab_size": 151936}
 
 
 def measure_seconds(device: Device, run: Callable[[], Any], repeat: int = 5) -> float:
-    """Measure the least seconds that a call takes, after one that warms up."""
+    """Return the shortest seconds of ``repeat`` calls, after one call that warms up."""
     seconds = []
     for _ in range(1 + repeat):
         device.synchronize()
@@ -41,9 +41,12 @@ def measure_seconds(device: Device, run: Callable[[], Any], repeat: int = 5) -> 
 
 
 def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
-    """Measure attention, the share of its second call, and a training step. A measurement fails only if it cannot run.
+    """Measure a matrix product, attention and a training step. A measurement fails only if it cannot run.
 
-    On a CPU the sizes are tiny: the lines show that the program runs, and their numbers mean nothing.
+    On a CPU the sizes are tiny: the rows show that the program runs, and the numbers mean nothing.
+
+    Args:
+        folder: folder for the model.
     """
     side = 256 if device.is_host else 8192
     a, b = (torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2))
@@ -55,8 +58,13 @@ def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
 
 
 def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
-    """Measure causal attention of one sequence by the platform's core and by SDPA, forward and backward; then the share
-    of a pack's bidirectional images."""
+    """Measure causal attention of one sequence by the platform's core and by SDPA, forward and backward.
+
+    The last finding is the share of time that bidirectional images add to a pack.
+
+    Args:
+        product: TFLOP/s of the matrix product.
+    """
     tokens, heads, kv_heads, dim = (128, 4, 2, 16) if device.is_host else (8192, 16, 16, 128)
     dtype, findings = torch.bfloat16, []
     flops = 2 * tokens**2 * heads * dim  # two products of [tokens, dim]; half of the pairs are visible
@@ -107,7 +115,11 @@ def _measure_images(device: Device, query, key, value, core, rotary) -> DeviceFi
 
 
 def measure_step(device: Device, folder: Path, product: float) -> DeviceFinding:
-    """Measure a training step of the shape of Qwen2.5-0.5B in bf16: seconds, TFLOP/s, and the peak beside the plan."""
+    """Measure a bf16 training step with the shape of Qwen2.5-0.5B: seconds, TFLOP/s, and peak memory beside the plan.
+
+    Args:
+        folder: folder for the model. product: TFLOP/s of the matrix product.
+    """
     shape: dict[str, Any] = dict(_HALF_BILLION)
     sequences, tokens, micro_batches, vocab = 8, 1024, 2, shape.pop("vocab_size")
     if device.is_host:

@@ -1,8 +1,8 @@
-"""The supervised pool of processes that run environments: spread over Ray's nodes, and ended where one is held.
+"""The pool of processes that run environments: it spreads them over Ray's nodes, and replaces one that died or hangs.
 
-A process tells its progress in a file of its node. So the driver knows at every moment which episode it is at: one that
-gets no further is ended there, and one that died is known to have died there. ``rollouts/episode_state.py`` decides
-what becomes of the episodes of a lost process.
+A process writes its progress to a file of its node. So the driver knows which episode a process runs: it ends a process
+that makes no progress, and knows where a process died. ``rollouts/episode_state.py`` decides what becomes of the
+episodes of a lost process.
 """
 
 import pickle
@@ -29,20 +29,22 @@ from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 
 ENVIRONMENT_LOG = "environment.log"
-"""File of a run folder that has what environments print and log. Every node but the driver's has one of its own, such
-as ``environment.10.0.0.2.log``: a network's file system loses lines that two nodes add to one file."""
+"""File in a run folder with everything that environments print and log. Every node but the driver's has a file of its
+own, such as ``environment.10.0.0.2.log``: a network's file system loses lines that two nodes append to one file."""
 
 START_S = 120.0
 """Seconds that a process may take to start; it may import much."""
 STARTS = 3
-"""Processes in a row that may end before they begin, such as one that died between two messages."""
+"""Number of processes in a row that end before they begin, after which the run ends. A process may die between two
+messages."""
 GRACE_S = 2.0
-"""Seconds after its time limit in which an environment may heed the interrupt before its process is ended."""
+"""Seconds after its time limit that an environment has to heed the interrupt, before its process is ended."""
 _UNSEEN_GRACE_S = 4.0
-"""As ``GRACE_S``, where the process itself has not seen an environment hold it; it may be short of processor time."""
+"""Like ``GRACE_S``, where the process itself has not noticed that an environment holds it: it may lack processor
+time."""
 POLL_S = 0.1
 _END_S = 10.0
-"""Seconds to wait for the end of a process that was ended."""
+"""Seconds to wait until a process that was killed has ended."""
 
 
 @dataclass(eq=False)
@@ -65,10 +67,10 @@ class _Process:
 
 
 def pickle_environment(environment: Callable) -> bytes:
-    """Turn an environment into bytes.
+    """Pickle an environment.
 
     Raises:
-        ValueError: it holds something that cannot be sent to another process.
+        ValueError: the environment holds something that cannot be sent to another process.
     """
     try:
         return dumps(environment)
@@ -80,18 +82,21 @@ def pickle_environment(environment: Callable) -> bytes:
 
 
 class ProcessPool:
-    """Processes that run environments, each in its slot. They start when this is built, without being waited for.
+    """Processes that run environments, each in a numbered slot. The constructor starts them and does not wait for them.
 
-    As a context manager it ends them.
+    Leaving it as a context manager ends them.
 
     Args:
-        count: of the processes. output: the file at whose end goes what environments print and log; None keeps none.
+        environment: the function that runs an episode. codec: encodes and decodes its text.
+        limits: limits of each episode.
+        workers: number of processes.
+        output: file to which everything that environments print and log is appended; None leaves it to Ray.
 
     Raises:
         ValueError: the environment cannot be sent to another process.
 
     Attributes:
-        nodes: that Ray has and that have not been lost.
+        nodes: the nodes that run the processes, without lost ones.
     """
 
     def __init__(
@@ -129,42 +134,46 @@ class ProcessPool:
         return [process.worker for process in self._processes]
 
     def name_workers(self) -> dict[str, ActorHandle]:
-        """List every process by its name in messages."""
+        """Return Ray's handles of all processes by the names that messages use."""
         return {_name_worker(slot): worker for slot, worker in enumerate(self.workers)}
 
     def limit_stalls(self, timeout_s: float) -> None:
-        """Take a process for hung when it does not begin for ``timeout_s``."""
+        """Set the seconds after which a process that does not begin counts as hung; it is at most ``START_S``."""
         self._idle_s = min(START_S, timeout_s)
 
     def restart(self) -> None:
-        """Start every process anew; its episodes are forgotten."""
+        """Kill and start every process; their episodes are forgotten."""
         for slot, worker in enumerate(self.workers):
             ray.kill(worker)
             self._start(slot)
 
     def stop(self) -> None:
-        """End the processes, and with them what they started."""
+        """End the processes and everything that they started."""
         for worker in self.workers:
             ray.kill(worker)
         for node in self.nodes:
             node.close()
 
     def begin(self, slot: int, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> None:
-        """Send ``EnvRunner.advance``'s arguments to a process that has replied to the message before."""
+        """Send jobs and samples to the process of a slot, as arguments of ``EnvRunner.advance``.
+
+        The process must have replied to the message before.
+        """
         process = self._processes[slot]
         process.reply = process.worker.advance.remote(pickle.dumps((jobs, samples, longest_s), protocol=5))
         process.progress, process.changed, process.looked = [], time.monotonic(), time.monotonic()
 
     @property
     def references(self) -> list[Any]:
-        """Ray's references of the replies to come."""
+        """Ray's references of the replies that have not come."""
         return [process.reply for process in self._processes if process.reply is not None]
 
     def poll(self) -> dict[int, Reply | LostWorker]:
-        """Collect the replies that are there, by slot; a process that was lost is replaced and named.
+        """Return the replies that have come, by slot, without waiting. A lost process is replaced, and reported as
+        ``LostWorker``.
 
         Raises:
-            RunError: processes do not start.
+            RunError: processes end before they begin, several times in a row.
         """
         slots = {process.reply: slot for slot, process in enumerate(self._processes) if process.reply is not None}
         ready, late = ray.wait(list(slots), num_returns=len(slots), timeout=0) if slots else ([], [])
@@ -216,7 +225,10 @@ class ProcessPool:
             self._leave_node(process.node, error)
         self._failed_starts = 0 if progress else self._failed_starts + 1
         if self._failed_starts == STARTS:
-            raise RunError(f"environment: its process does not start, {STARTS} times in a row: the last {fate}")
+            raise RunError(
+                f"environment: worker processes ended before they began, {STARTS} times in a row; the last one {fate}; "
+                f"{ENVIRONMENT_LOG} in the run folder shows the cause"
+            )
         self._start(slot)
         _, number, turn = progress or (0, IDLE, 0)
         if fate == HELD and block[:1] == [number]:
@@ -240,7 +252,7 @@ def _name_worker(slot: int) -> str:
 
 
 def explain_death(reference: ray.ObjectRef) -> str | None:
-    """Return in a line how the worker of a call died; None where it did not."""
+    """Return one line about how the worker of a call died; None where the call returned."""
     try:
         ray.get(reference)
     except RayTaskError:

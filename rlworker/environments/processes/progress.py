@@ -1,7 +1,7 @@
-"""Environment workers tell their progress in files of the node where they run, which are read there.
+"""Environment workers write their progress to files of the node where they run; the driver reads the files.
 
-So a worker that gets no further is noticed, and of one that died it is known where. Of its own node the driver reads
-the files itself; on every other one a small process of Ray reads them for it.
+So the driver notices a worker that makes no progress, and knows where a worker died. It reads the files of its own node
+itself; on every other node a small Ray process reads them.
 """
 
 import json
@@ -20,17 +20,17 @@ from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.environments.user_code import name_block_file
 
 _ANSWER_S = 120.0
-"""Seconds in which a node starts to read its files, and answers. One that does not is taken for lost."""
+"""Seconds that a node has to start the reader of its files and to answer. A node that does not counts as lost."""
 _CLOSE_S = 5.0
-"""Seconds that a node has to remove its files when all ends."""
+"""Seconds that a node has to remove its files at the end of a run."""
 
 
 class NodeLost(Exception):
-    """A node no longer answers; the work of its processes is lost with it."""
+    """A node does not answer any more, so that the work of its processes is lost."""
 
 
 class ProgressFiles:
-    """The files of a node's workers: the progress of each, and the line at which an environment holds it."""
+    """The progress files of one node's workers, and the files that say where an environment holds a worker."""
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="rlworker_environments_")
@@ -39,9 +39,11 @@ class ProgressFiles:
         return self._folder.name
 
     def read_progress(self, name: str) -> tuple[list[int], list]:
-        """Read a process's progress: steps begun, number of the episode and its turn; empty before it begins.
+        """Read the files of the worker ``name``.
 
-        Then the episode that held it, its turn and where, as its watching thread found; empty where none did.
+        Returns:
+            ``[steps begun, episode, turn]``, empty before the worker begins; and ``[episode, turn, line]`` of an
+                environment that holds the worker, empty where none does.
         """
         path = Path(self._folder.name, name)
         try:
@@ -63,9 +65,10 @@ class WorkerNode:
     """A node that has environment workers.
 
     Attributes:
-        address: by which messages name it. strategy: for Ray, to start a process there. files: its workers'; a process
-            of Ray on every node but the driver's.
-        folder: of the files, or Ray's reference to its name.
+        address: the node's address, which names it in messages.
+        strategy: places a Ray process on this node.
+        files: the progress files; on every node but the driver's, a Ray process that reads them.
+        folder: the files' folder, or Ray's reference to its name.
     """
 
     address: str
@@ -78,10 +81,10 @@ class WorkerNode:
         return isinstance(self.files, ProgressFiles)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the node's files.
+        """Call a method of ``ProgressFiles`` on the node.
 
         Raises:
-            NodeLost: it does not answer.
+            NodeLost: the node does not answer.
         """
         if isinstance(self.files, ProgressFiles):
             return getattr(self.files, method)(*args)
@@ -91,7 +94,7 @@ class WorkerNode:
             raise NodeLost(f"node {self.address}: {explain(error) or get_last_line(error)}") from error
 
     def close(self) -> None:
-        """Remove the files, where the node is still there to do so."""
+        """Remove the files, where the node still answers."""
         if isinstance(self.files, ProgressFiles):
             self.files.close()
             return
@@ -99,13 +102,13 @@ class WorkerNode:
         self.abandon()
 
     def abandon(self) -> None:
-        """End what reads the files, without waiting for the node."""
+        """End the process that reads the files, without waiting for the node."""
         if not isinstance(self.files, ProgressFiles):
             ray.kill(self.files)
 
 
 def find_nodes(count: int) -> list[WorkerNode]:
-    """Find at most ``count`` nodes for such workers, the driver's first and then by address."""
+    """Return at most ``count`` living nodes for environment workers, the driver's first, then by address."""
     here = ray.get_runtime_context().get_node_id()
     alive = [
         (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"]

@@ -1,4 +1,4 @@
-"""The episodes of one process: they run side by side on one event loop, until each waits for a sample or has ended."""
+"""Run the episodes of one process side by side on one event loop, until each waits for a sample or has ended."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ class EnvRunner:
     """Runs the environments of one process's episodes.
 
     Args:
-        report: is called with the progress of the process.
+        environment: the function that runs an episode. codec: encodes and decodes its text.
+        limits: limits of each episode.
+        report: is called with number and turn of the episode at each step.
 
     Attributes:
-        timer: times every step. is_closed: whether it has ended.
+        timer: times every step. is_closed: whether ``close`` was called.
     """
 
     def __init__(
@@ -60,13 +62,12 @@ class EnvRunner:
         self._reply = Reply()
 
     def advance(self, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> Reply:
-        """Run all episodes until each waits for a sample or has ended, or time is over.
+        """Run all episodes until each waits for a sample or has ended, or ``longest_s`` have passed.
 
         Args:
-            jobs: episodes to begin. samples: of episodes that wait, by number; one of an episode that has ended
-                meanwhile is dropped.
-            longest_s: seconds after which it replies although some episodes neither wait nor have ended; None sets no
-                limit.
+            jobs: episodes to begin.
+            samples: number of a waiting episode -> its sample. A sample for an episode that has ended is dropped.
+            longest_s: seconds after which it replies although some episodes still run; None sets no limit.
         """
         end = None if longest_s is None else time.monotonic() + longest_s
         whole = [sample for job in jobs for _, sample in job.samples] + [*samples.values()]
@@ -197,24 +198,26 @@ class EnvRunner:
     # -- requests of an episode
 
     async def sample(self, policy: Policy, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
-        """Answer ``Policy.sample``."""
+        """Carry out ``Policy.sample``."""
         running = self._live.get(policy.number)
         if running is None or running is not policy:
-            raise RuntimeError("sample: this episode has ended")
+            raise RuntimeError("sample: this episode has ended; await all calls of policy.sample before you return")
         if running.gave_up:
             raise RuntimeError(
-                "sample: the environment gave up one that it had asked for; let a sample come to its end"
+                "sample: the environment cancelled an earlier call of policy.sample; await each call to its end"
             )
         if running.future:
-            raise RuntimeError("sample: the environment waits for a sample already; await one after the other")
+            raise RuntimeError(
+                "sample: an earlier call of policy.sample in this episode still waits; await one call after the other"
+            )
         stops = self.codec.encode_stops(stop)
         is_fork, context = running.find_context(episode)
         if running.known_samples:
             digest, sample = running.known_samples.popleft()
             if digest != digest_ids(context.token_ids):
                 raise RuntimeError(
-                    "sample: the episode was begun anew and wrote something else than before; draw random numbers from "
-                    "policy.random, and call what may answer differently by policy.tool"
+                    "sample: the episode was begun anew, and the environment wrote another context than before; "
+                    "draw random numbers from policy.random, and make calls whose answer may change by policy.tool"
                 )
         else:
             parser = (episode.tool_parser, episode.tools) if episode.tool_parser else None
@@ -246,7 +249,7 @@ class EnvRunner:
     async def call_tool(
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any:
-        """Answer ``Policy.tool``."""
+        """Carry out ``Policy.tool``."""
         from rlworker.environments.tools.runner import ToolRunner, read_outcome  # most environments have no tools
 
         running = self._live[policy.number]

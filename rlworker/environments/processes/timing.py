@@ -1,7 +1,7 @@
-"""A running episode: its samples, the time that it has taken, and the line where it is.
+"""A running episode, the time that it has used, and the line where it waits.
 
-Each step of an episode is timed, so that its limit counts its own work and waits: neither its samples and tools,
-which have limits of their own, nor the steps of its neighbours.
+Each step of an episode is timed. The time limit counts the episode's own work and waits, but neither its samples and
+tools, which have limits of their own, nor the steps of other episodes in the process.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from rlworker.environments.record import IDLE, Job, Sample, Segment
 _OURS = str(Path(__file__).parent.parent)
 
 ReportFn = Callable[[int, int], None]
-"""Is called with number and turn of the episode that takes a step, and ``IDLE`` where none does."""
+"""A function that is called with number and turn of the episode that takes a step; ``IDLE`` for none."""
 
 
 class RunningEpisode(Policy):
-    """A running episode, which its environment has as its policy.
+    """A running episode. Its environment gets it as the policy.
 
     Args:
-        samples: those of the job, decoded.
+        host: carries out the calls of the policy.
+        job: the episode to run.
+        samples: the job's samples, decoded, each with the digest of the context that it followed.
 
     Attributes:
-        known_samples, known_tools: samples and outcomes of tool calls that are there already, before the first that is
-            asked for. known_segments: sequences, and segments of the last of them, that the driver knows.
-        future: of the sample that it waits for.
-        waits: samples and tools that it waits for. used_s: seconds that count. left_at: when its last step ended, on
-            the clock of ``StepTimer``. gave_up: it asked for a sample and did not wait for it.
+        known_samples, known_tools: samples and tool outcomes of an earlier run of the episode, which are used before
+            any new one is requested.
+        known_segments: number of sequences that the driver knows, and number of segments of the last of them.
+        future: the sample that it waits for; None while it waits for none.
+        waits: number of samples and tools that it waits for.
+        used_s: seconds that count towards its time limit.
+        left_at: time at which its last step ended, on the clock of ``StepTimer``.
+        gave_up: whether it requested a sample and cancelled its wait.
     """
 
     def __init__(self, host: Host, job: Job, samples: Iterable[tuple[int, Sample]]):
@@ -55,11 +60,11 @@ class RunningEpisode(Policy):
 
     @property
     def turn(self) -> int:
-        """Turns that it has sampled."""
+        """Number of turns that it has sampled."""
         return self.episode.turns if self.episode else 0
 
     def find_context(self, episode: Episode) -> tuple[bool, Segment]:
-        """Find what the episode's sequence has that the driver does not know, and whether that is a whole new one."""
+        """Return whether the last sequence is new to the driver, and its tokens that the driver does not know."""
         (sequences, known), last = self.known_segments, episode.sequences[-1]
         has_own_prompt = episode.turns == 0 and last[0].token_ids is not episode.row.prompt_ids
         is_new = len(episode.sequences) > sequences or has_own_prompt
@@ -69,7 +74,7 @@ class RunningEpisode(Policy):
         return is_new, Segment(np.concatenate(parts) if parts else (), images=images)
 
     def locate(self) -> list[tuple[FrameType, int]]:
-        """List the frames in which it waits, outermost first, ours left out."""
+        """List the frames in which the episode waits, outermost first, without frames of this package."""
         frames, coroutine = [], self.coroutine
         while (frame := getattr(coroutine, "cr_frame", None)) is not None:
             frames.append((frame, frame.f_lineno))
@@ -80,8 +85,11 @@ class RunningEpisode(Policy):
 class StepTimer:
     """Times the steps of a process's episodes.
 
+    Args:
+        report: is called at each step.
+
     Attributes:
-        step: the episode that takes a step and when that began; None between steps. The thread that watches reads it.
+        step: the episode that takes a step, and when the step began; None between steps. The watching thread reads it.
     """
 
     def __init__(self, report: ReportFn):
@@ -89,7 +97,7 @@ class StepTimer:
         self.step: tuple[RunningEpisode, float] | None = None
 
     def take_step(self, running: RunningEpisode, act: Callable, *args: Any) -> Any:
-        """Let an episode take a step, and count its time."""
+        """Call ``act(*args)`` as a step of an episode, and add the time to ``used_s``."""
         began = time.monotonic()
         if not running.waits:
             running.used_s += began - self._busy_s - running.left_at
@@ -105,15 +113,15 @@ class StepTimer:
             running.left_at = end - self._busy_s
 
     def begin(self, running: RunningEpisode) -> None:
-        """Let the time of an episode begin."""
+        """Begin to count the time of an episode."""
         running.left_at = time.monotonic() - self._busy_s
 
     def turn_idle(self) -> None:
-        """Report that the loop turns without a step."""
+        """Report that the event loop runs while no episode takes a step."""
         self._report(IDLE, 0)
 
     def is_overdue(self, running: RunningEpisode, limit_s: float) -> bool:
-        """Tell whether an episode that takes no step has used up its time, awaiting neither a sample nor a tool.
+        """Tell whether an episode has used more than ``limit_s`` while it waits for neither a sample nor a tool.
 
         The clock stands still while any episode takes a step.
         """
@@ -121,7 +129,7 @@ class StepTimer:
 
 
 class TimedCoroutine(Coroutine):
-    """A coroutine of an environment, each step of which is timed."""
+    """A coroutine of an environment whose steps are timed by a ``StepTimer``."""
 
     def __init__(self, coroutine: Coroutine, running: RunningEpisode, timer: StepTimer):
         self._coroutine, self._running, self._timer = coroutine, running, timer
@@ -146,7 +154,7 @@ class TimedCoroutine(Coroutine):
 
 
 def list_user_frames(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    """List the frames from that of an episode's step to ``frame``, outermost first, ours left out."""
+    """List the frames from an episode's step to ``frame``, outermost first, without frames of this package."""
     frames = []
     for place in traceback.walk_stack(frame):
         if place[0].f_code is StepTimer.take_step.__code__:
@@ -156,5 +164,5 @@ def list_user_frames(frame: FrameType | None) -> list[tuple[FrameType, int]]:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Tell the frames of this package from those of environments."""
+    """Tell whether a frame belongs to this package."""
     return frame.f_code.co_filename.startswith(_OURS)

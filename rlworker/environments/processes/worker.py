@@ -1,6 +1,6 @@
-"""The process that runs environments, and the thread in it that interrupts one which holds the process.
+"""The process that runs environments, and its thread that interrupts an environment which holds the process too long.
 
-Importing this takes neither torch nor an engine: a process that takes the place of another should start at once.
+This module imports neither torch nor an engine, so that a process that replaces a lost one starts at once.
 """
 
 import gc
@@ -23,14 +23,16 @@ from rlworker.environments.user_code import INTERRUPT, Interrupt, locate, name_b
 
 
 class EnvWorker:
-    """The process that runs environments.
+    """A process that runs environments.
 
     Ray runs its methods in the main thread, where Python handles signals; environments run there too.
 
     Args:
-        environment: pickled environment and ``Codec``. output: the file at whose end goes what environments print and
-            log; None leaves it to Ray.
-        folder: of this node's files. name: of this process's among them.
+        environment: the pickled pair of environment and ``Codec``.
+        limits: limits of each episode.
+        output: file to which everything that environments print and log is appended; None leaves it to Ray.
+        folder: folder of this node's progress files.
+        name: name of this process's progress file in ``folder``.
     """
 
     def __init__(self, environment: bytes, limits: EpisodeLimits, output: Path | None, folder: str, name: str):
@@ -45,7 +47,7 @@ class EnvWorker:
         gc.freeze()  # what is loaded stays, and need not be looked through in every round
 
     def advance(self, message: bytes) -> bytes:
-        """Run episodes as the pickled arguments of ``EnvRunner.advance`` say: a pickled ``Reply``."""
+        """Call ``EnvRunner.advance`` with the pickled arguments ``message``, and return its ``Reply``, pickled."""
         if not self._progress.is_open:
             self._progress.open(self._path)
             watch_runner(self._runner, name_block_file(self._path))
@@ -53,15 +55,14 @@ class EnvWorker:
 
 
 class Progress:
-    """A process's progress, in a file that others read: steps begun, and number and turn of the episode in the last
-    one."""
+    """The progress of a process, in a file for the driver: number of steps, and episode and turn of the last."""
 
     def __init__(self):
         self._numbers: Any = [0, 0, 0]
         self.is_open = False
 
     def open(self, path: str) -> None:
-        """Begin the file: ``[3]`` int64."""
+        """Create the file: three int64."""
         self._numbers, self.is_open = np.memmap(path, np.int64, "w+", shape=(3,)).data, True
 
     def __call__(self, number: int, turn: int) -> None:
@@ -71,11 +72,11 @@ class Progress:
 
 
 def watch_runner(runner: EnvRunner, block_file: str) -> None:
-    """Interrupt environments of the main thread that hold it past their limit, from a thread of its own.
+    """Start a thread that interrupts an environment which holds the main thread past its time limit.
 
-    The line of an environment at its limit is written to ``block_file`` first, for the driver, which ends a process
-    that does not heed the interrupt. An import is not interrupted: half a package would stay behind for every call
-    after it. It ends soon, and then the interrupt comes, or the driver ends the process.
+    First the line where the environment is goes to ``block_file``, for the driver, which ends a process that does not
+    heed the interrupt. An import is not interrupted: a half-imported package would stay behind for every later call.
+    The interrupt comes once the import ends, or the driver ends the process.
     """
     main, limit = threading.main_thread().ident or 0, runner.limits.time_limit_s
 

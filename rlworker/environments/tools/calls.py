@@ -1,4 +1,4 @@
-"""Tool calls that a model wrote, and the messages that answer them."""
+"""Answer the tool calls that a model wrote."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from inspect import signature
@@ -12,15 +12,15 @@ Tool = Callable[..., Any] | Callable[..., Awaitable[Any]]
 
 
 async def answer_calls(policy: Policy, sample: Sample, tools: Mapping[str, Tool]) -> list[dict]:
-    """Call the tools that a sample asks for, one after another, and write a message of each result; none of no call.
+    """Run the tool calls of a sample one after another, and return a chat message for each result; empty without calls.
 
-    What goes wrong is told to the model and is no error: a call that cannot be read, a tool that there is not,
-    arguments that do not fit, a tool that raises and a process that fails. Such a message begins with ``error:``.
+    Errors are told to the model in a message that begins with ``error:``, and are not raised: a call that cannot be
+    read, an unknown tool, wrong arguments, a tool that raises, a process that fails.
 
     Args:
-        tools: by name, each called as Python calls it with the arguments that the model named. A function runs by
-            ``Policy.tool``, in a process of its own; an ``async`` one, or an object with an ``async __call__``, within
-            the environment.
+        policy: runs the tools. sample: the model's turn.
+        tools: name of a tool -> function, called with the model's arguments. A function runs by ``Policy.tool`` in a
+            separate process; an ``async`` function, or an object with an ``async __call__``, runs in the environment.
     """
     if sample.call_error:
         return [{"role": "tool", "content": f"error: the call cannot be read: {sample.call_error}"}]

@@ -1,4 +1,4 @@
-"""Tool calls, each in a process of its own, which a small program forks (``server.py``)."""
+"""Run each tool call in a separate process, which a small program forks (``server.py``)."""
 
 import asyncio
 import json
@@ -22,9 +22,10 @@ _CALLS_PER_CORE = 2
 
 
 class ToolRunner:
-    """Runs the tool calls of this process, at most a few at a time on each core. Its program starts at the first.
+    """Runs the tool calls of this process, at most a few at a time on each core. The forking program starts at the
+    first call.
 
-    Calls come from one event loop.
+    All calls must come from one event loop.
     """
 
     def __init__(self):
@@ -35,7 +36,10 @@ class ToolRunner:
     async def call(
         self, function: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> bytes:
-        """Call ``function(*args, **keywords)`` and return its outcome, which ``read_outcome`` reads.
+        """Call ``function(*args, **keywords)`` and return its outcome as bytes for ``read_outcome``.
+
+        Args:
+            limit_s: most seconds. memory_mb: most memory in MB.
 
         Raises:
             ValueError: function or arguments cannot be sent to another process.
@@ -78,7 +82,7 @@ class ToolRunner:
             )
 
     def close(self) -> None:
-        """End the program. The guards of running calls hear of it by the end of this process, or of their call."""
+        """End the forking program. The guards of running calls notice and end the calls."""
         if self._control:
             self._control.close()
         if self._server:
@@ -108,10 +112,10 @@ async def _exchange(connection: socket.socket, question: bytes) -> bytes:
 
 
 def read_outcome(outcome: bytes, name: str) -> Any:
-    """Return what a tool called ``name`` returned.
+    """Return the result of the tool called ``name`` from its outcome.
 
     Raises:
-        ToolFailure: it returned nothing, or what cannot be read here.
+        ToolFailure: the call failed, or its result cannot be unpickled here.
     """
     kind, data = outcome[:1], outcome[1:]
     if kind == FAILED:

@@ -1,10 +1,10 @@
-"""The program that forks a process for each call of a tool; ``runner.py`` starts it and asks it.
+"""The program that forks a process for each tool call; ``runner.py`` starts it and sends it the calls.
 
-It is run by its path and imports nothing of this project, since a fork takes all that is in memory. It loads a function
-once, with all that it imports, so that later calls find it loaded.
+It is run by its path and imports nothing of this project, since a fork takes everything that is in memory. It loads a
+function once, with everything that it imports, so that later calls find it loaded.
 
-Each call has a guard, which is the parent of everything that the tool starts, however often that forks and leaves its
-parent: it passes the result on, and ends them all when the call is over, late or given up.
+Each call has a guard process, the parent of everything that the tool starts, however often that forks and leaves its
+parent. The guard passes the result on, and ends all of these processes when the call is over, late or given up.
 """
 
 import gc
@@ -26,10 +26,10 @@ from ctypes import CDLL
 from typing import Any
 
 HEADER = struct.Struct("!dQQQ")
-"""Of a call: seconds, MB, bytes of the function, bytes of its arguments."""
+"""Header of a call: seconds, MB, bytes of the function, bytes of its arguments."""
 LENGTH = struct.Struct("!Q")
 RETURNED, FAILED = b"R", b"F"
-"""First byte of an outcome: before a pickled result, or before kind and message in JSON."""
+"""First byte of an outcome: before a pickled result, or before the kind and message of a failure in JSON."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FILES = 256
@@ -42,7 +42,7 @@ Loaded = tuple[Callable | None, str]
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a guard for every connection that comes through ``control``, until its other end is closed."""
+    """Fork a guard process for every connection that comes through ``control``, until its other end is closed."""
     functions: dict[bytes, Loaded] = {}
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards that have ended leave nothing behind
     while True:
@@ -204,7 +204,7 @@ def _set_limits(limit_s: float, memory_mb: int) -> None:
 
 
 def tell_failure(kind: str, message: str) -> bytes:
-    """Spell a failure as an outcome."""
+    """Encode a failure as an outcome."""
     return FAILED + json.dumps([kind, message]).encode()
 
 

@@ -1,4 +1,4 @@
-"""compare.html: settings that differ between runs, their curves in one plot, their samples side by side."""
+"""compare.html: the settings that differ between runs, their curves in one plot, their samples side by side."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,26 +12,27 @@ from rlworker.tracking.report.samples import list_sampled_steps, show_sample
 from rlworker.tracking.report.tables import describe_origin, tabulate_scores
 
 _MOST_STEPS = 3
-"""Steps of which samples are shown: the first and the last that all runs have."""
+"""Number of steps of which samples are shown: the first and the last steps that all runs have."""
 _MOST_SAMPLES = 5
-"""Samples that are shown of a step."""
+"""Most samples of a step that are shown."""
 Table = list[tuple[str, list[str]]]
-"""Rows of a name and the value of each run."""
+"""Rows, each a name and the values of all runs."""
 
 
 def write_comparison(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Compare runs on a page and return its path.
+    """Write a page that compares runs, and return its path.
 
     Args:
+        folders: run folders.
         output: file of the page; None takes ``compare.html`` in the folder of the first run.
 
     Raises:
-        ValueError: fewer than two runs are named, a folder holds no run, or plotly is not installed.
+        ValueError: fewer than two folders are named, a folder holds no run, or plotly is not installed.
     """
     if len(folders) < 2:
         raise ValueError(
-            f"compare: {len(folders)} run is named, expected two or more; name further run folders, or draw one by "
-            "rlworker report"
+            f"compare: {len(folders)} run is named, expected two or more; name further run folders, or show one run "
+            "with: rlworker report FOLDER"
         )
     runs = dict(zip(_name_runs(folders), map(read_run, folders), strict=True))
     records = list(runs.values())
@@ -60,7 +61,7 @@ def _name_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def list_results(run: RunRecord) -> dict[str, float | str]:
-    """List how far a run came, and its scores of held-out rows at both ends and at their best."""
+    """List the results of a run: steps, tokens, seconds, last reward, and first, last and best held-out scores."""
     ends = {axis: round(places[-1]) for axis, places in run.measure_axes().items() if places}
     results: dict[str, float | str] = {"steps" if axis == "step" else axis: end for axis, end in ends.items()}
     if rewards := [line["reward"] for line in run.lines if "reward" in line]:
@@ -71,7 +72,7 @@ def list_results(run: RunRecord) -> dict[str, float | str]:
 
 
 def tabulate_differences(runs: Sequence[RunRecord]) -> Table:
-    """Tabulate the settings that are not the same in all runs; one that a run lacks is ``-``."""
+    """List the settings that are not the same in all runs; ``-`` stands for a setting that a run lacks."""
     return _tabulate(runs, lambda run: run.list_settings(), differing=True)
 
 
@@ -89,11 +90,13 @@ def _spell(value) -> str:
 
 
 def pair_samples(folders: Sequence[Path], last: int) -> list[dict]:
-    """Pair the samples of steps up to ``last`` that all runs have kept: those of one prompt, where runs have prompts in
-    common, else those of one place.
+    """Pair the samples that all runs have kept of the same steps, up to step ``last``.
+
+    Samples of the same prompt are paired if runs have prompts in common, else samples at the same position.
 
     Returns:
-        of each step its number and rows, each of a prompt (empty where they differ) and the sample of each run.
+        for each step ``number`` and ``rows``, each row with ``prompt`` (empty if the prompts differ) and ``samples``,
+            one per run.
     """
     common = set.intersection(*(set(list_sampled_steps(folder)) for folder in folders))
     numbers = sorted(number for number in common if number <= last)

@@ -1,4 +1,4 @@
-"""The curves of a page: which metrics a plot shows, what a healthy run's look like, and their numbers."""
+"""The curves of a page: which metrics a plot shows, what a healthy run looks like, and the numbers."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,11 +8,12 @@ from typing import Any, Literal
 from rlworker.tracking.report.record import RunRecord
 
 PHASES = ("time_rollout", "time_greedy", "time_logprobs", "time_values", "time_update", "time_sync", "time_canary")
-"""Phases of a step in their order."""
+"""Metrics of the phases of a step, in the order of the phases."""
 MOST_LINES = 1100
-"""Lines of a run that are drawn one by one; longer runs are drawn by stretches."""
+"""Most lines of metrics.jsonl that are drawn one by one; a longer run is drawn with two points for each stretch of
+lines."""
 _FEWEST_LINES = 200
-"""The same, of one of many runs that are compared."""
+"""Least number of lines that are drawn of each run in a comparison of many."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Curve:
     """A plot.
 
     Attributes:
-        title: with the unit. lines: metric -> label. good: what good looks like.
-        scale: of the vertical axis. band: the area between the first two lines is filled.
+        title: title with the unit. lines: metric -> label. good: what a good curve looks like.
+        scale: scale of the vertical axis. band: whether the area between the first two lines is filled.
     """
 
     title: str
@@ -191,7 +192,7 @@ _AT_REST: dict[str, float] = {
     "episode_failures": 0,
     "heldout_failures": 0,
 }
-"""Value of a metric at which a line says nothing, where it stays there."""
+"""Metric -> resting value. A metric that keeps its resting value in all steps is not drawn."""
 _NOT_DRAWN = {"step", "version", "groups", "zero_variance_groups", "samples", "loss", "value_mean", "restarts"}
 _NOT_DRAWN |= {"empty_steps", "epochs", "observed_tokens", "prompt_sharing", "approximate_rules"}
 _BEGINNINGS_NOT_DRAWN = ("time_", "skipped_", "episode_", "heldout", "curriculum/", "logprob_diff_images_")
@@ -204,10 +205,11 @@ _PARTS = (
 
 
 def choose_curves(runs: Sequence[RunRecord]) -> tuple[list[Curve], dict[str, float]]:
-    """Choose the curves of which some run has numbers.
+    """Choose the curves for which some run has numbers.
 
     Returns:
-        the curves, each with the lines that have numbers; and the metrics that are left out, since they stayed at rest.
+        the curves, each with only the lines that have numbers; and the metrics that are left out because they kept
+            their resting value.
     """
     names, lines = {name for run in runs for name in run.metrics}, [line for run in runs for line in run.lines]
     moved = {name for name, rest in _AT_REST.items() if any(line.get(name, rest) != rest for line in lines)}
@@ -239,19 +241,30 @@ def _name_further(runs: Sequence[RunRecord]) -> Iterator[Curve]:
 
 
 def list_phases(steps: Sequence[dict]) -> list[str]:
-    """List the phases that took something: those of a step that have a thousandth of its time or more."""
+    """List the phases that took at least a thousandth of the steps' time, summed over all ``steps``.
+
+    Args:
+        steps: lines of metrics.jsonl, with the seconds ``time_step`` and those of the phases, such as ``time_rollout``.
+
+    Returns:
+        their metrics, such as ``time_rollout``, in the order of ``PHASES``.
+    """
     total = sum(line["time_step"] for line in steps)
     names = {name: sum(line.get(name, 0.0) for line in steps) for name in PHASES}
     return [name for name, seconds in names.items() if seconds and seconds >= total / 1000]
 
 
 def make_plots(runs: Mapping[str, RunRecord], curves: Sequence[Curve]) -> dict:
-    """Make the data of a page's plots: the plots, and of each run its axes and the numbers of each metric.
+    """Make the data of a page's plots.
 
-    Of several runs every metric has a plot of its own, in which they are compared.
+    Of one run, each curve is a plot. Of several runs, each metric is a plot of its own that compares them.
 
     Args:
-        runs: name -> run.
+        runs: name of a run -> run. curves: the curves to plot, from ``choose_curves``.
+
+    Returns:
+        ``plots``: a list of curves as dicts. ``runs``: for each run its ``name``, ``axes`` (``step``, ``tokens`` and
+            ``seconds`` -> positions), ``numbers`` (metric -> positions and values) and ``width``, lines per stretch.
     """
     plots: list[dict[str, Any]] = [asdict(curve) | {"stack": False} for curve in curves]
     most = MOST_LINES

@@ -1,4 +1,4 @@
-"""report.html: settings, curves, times and samples of a run; the library that draws its curves lies beside it."""
+"""report.html: settings, curves, times and samples of a run. The library that draws the curves lies beside it."""
 
 import json
 from importlib.util import find_spec
@@ -22,16 +22,16 @@ from rlworker.tracking.report.tables import (
 from rlworker.tracking.step_lines import write_whole
 
 LIBRARY = "plotly.min.js"
-"""The library that draws curves, once in a folder of pages."""
+"""File with the library that draws curves; pages in the same folder share it."""
 
 
 def format_report(folder: Path) -> str:
-    """Draw the report and return a text with its path, or without plotly the package to install: the run goes on."""
+    """Write the report and return a text with its path. Without plotly, return a text that says what to install."""
     return _find_missing_package(f"rlworker report {folder}") or f"report: {write_report(folder)}"
 
 
 def write_report(folder: Path) -> Path:
-    """Draw a run folder's metrics and samples into ``report.html`` and return its path.
+    """Write ``report.html`` from the files of a run folder, and return its path.
 
     Raises:
         ValueError: the folder holds no run, or plotly is not installed.
@@ -61,11 +61,12 @@ def write_report(folder: Path) -> Path:
 
 
 def write_page(path: Path, template: str, again: str, *, data: dict, **parts: Any) -> Path:
-    """Write a page of plots, and beside it the library that draws them; returns its path.
+    """Write a page of plots, and beside it the library that draws them; returns the path of the page.
 
     Args:
-        template: file of this folder. again: the command that writes the page. data: of ``make_plots``.
-        parts: further variables of the template.
+        path: file of the page. template: name of the template, a file in this package.
+        again: the command that writes the page, for the message if plotly is missing.
+        data: result of ``make_plots``. parts: further variables of the template.
 
     Raises:
         ValueError: plotly is not installed.

@@ -1,4 +1,4 @@
-"""A run as its folder has it, for the pages that show it."""
+"""Read a run folder, for the pages that show the run."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from rlworker.tracking.step_lines import VALIDATIONS
 _SCORE = re.compile(r"heldout(?:/(?P<set>[^/_]+))?(?:[/_](?P<kind>loss|(?:mean|pass|maj)_at_\d+))?")
 """Name of a score of held-out rows: ``heldout``, ``heldout_loss``, ``heldout/aime_pass_at_8``."""
 _OF_EACH_START = ("run_dir", "resume")
-"""Settings that are of no run but of a start."""
+"""Settings that belong to a start and not to the run."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class RunRecord:
     """A run's settings, starts and metrics.
 
     Attributes:
-        stored: ``config.json``. starts: the lines of ``starts.jsonl``, the oldest first.
-        lines: the lines of ``metrics.jsonl``, of which the first is that of step 0.
+        folder: the run folder.
+        stored: content of ``config.json``.
+        starts: lines of ``starts.jsonl``, the oldest first.
+        lines: lines of ``metrics.jsonl``, the first for step 0.
     """
 
     folder: Path
@@ -36,12 +38,12 @@ class RunRecord:
 
     @property
     def steps(self) -> list[dict]:
-        """The lines of the steps that were taken."""
+        """The lines of the steps that were taken, without that of step 0."""
         return [line for line in self.lines if "time_step" in line]
 
     @cached_property
     def metrics(self) -> list[str]:
-        """The names of the numbers that any line has, in the order in which they came."""
+        """Names of the metrics that any line has, in the order of their first appearance."""
         names: dict[str, None] = {}
         for line in self.lines:
             if line.keys() - names.keys():
@@ -50,7 +52,7 @@ class RunRecord:
 
     @cached_property
     def scores(self) -> dict[str, tuple[str, str]]:
-        """The set and the kind of each metric of held-out rows: of ``heldout/aime_pass_at_8`` aime and pass@8."""
+        """Name of a held-out metric -> set and kind: ``heldout/aime_pass_at_8`` -> ``("aime", "pass@8")``."""
         found = {name: match for name in self.metrics if (match := _SCORE.fullmatch(name))}
         return {
             name: (match["set"] or "", (match["kind"] or "greedy").replace("_at_", "@"))
@@ -62,11 +64,11 @@ class RunRecord:
         return self.lines[-1]["step"] if self.lines else 0
 
     def list_settings(self) -> dict:
-        """List the settings by dotted key, as the run has them. Those that it did not store have their defaults."""
+        """Return all settings of the run by dotted key; a setting that was not stored has its default."""
         return _drop_starts(self._list_defaults() | self._flatten_stored())
 
     def list_own_settings(self) -> dict:
-        """List the settings that differ from their defaults, or that a recipe has beside them."""
+        """Return the settings that differ from their defaults, and those that only the run's recipe has."""
         defaults = json.loads(json.dumps(self._list_defaults()))
         return _drop_starts(
             {key: value for key, value in self._flatten_stored().items() if defaults.get(key, ...) != value}
@@ -79,8 +81,10 @@ class RunRecord:
         return flatten_config(RunConfig() if "rollout" in self.stored else SftConfig())
 
     def measure_axes(self) -> dict[str, list[float]]:
-        """Measure where each line stands on the axes of a curve: steps, tokens, and seconds of steps, evaluations and
-        checkpoints; what starts took is left out."""
+        """Return the position of each line on the axes of a curve: ``step``, ``tokens`` and ``seconds``.
+
+        Seconds add up steps, evaluations and checkpoints, but not starts.
+        """
         tokens = (line.get("tokens_per_second", 0.0) * line.get("time_step", 0.0) for line in self.lines)
         parts = ("time_step", "time_evaluate", "time_save")
         seconds = (sum(line.get(part, 0.0) for part in parts) for line in self.lines)
@@ -98,19 +102,21 @@ def read_run(folder: Path) -> RunRecord:
         ValueError: the folder holds no run.
     """
     if not (folder / "metrics.jsonl").is_file() or not (folder / "config.json").is_file():
-        raise ValueError(f"report: {str(folder)!r} is not a run folder (it needs config.json and metrics.jsonl)")
+        raise ValueError(
+            f"report: {str(folder)!r} is not a run folder, which has config.json and metrics.jsonl; name a --run-dir"
+        )
     stored = json.loads((folder / "config.json").read_text())
     return RunRecord(folder, stored, _read_lines(folder / "starts.jsonl"), read_metrics(folder))
 
 
 def read_validations(folder: Path) -> list[tuple[int, list[dict]]]:
-    """Read the first and the last validation of a run: the step, and a line for each held-out set and source."""
+    """Read the first and the last validation of a run: step and table of each, as ``Validation.table``."""
     lines = _read_lines(folder / VALIDATIONS)
     return [(line["step"], line["table"]) for line in (lines[:1] + lines[-1:] if lines[1:] else lines)]
 
 
 def read_outages(folder: Path) -> list[tuple[str, str]]:
-    """Read the outages of a run: the place in the run, and the fate of each lost worker."""
+    """Read the outages of a run: for each the place in the run, and how each worker was lost."""
     lines = _read_lines(folder / OUTAGES)
     return [(line["where"], ", ".join(f"{name} {fate}" for name, fate in line["lost"].items())) for line in lines]
 

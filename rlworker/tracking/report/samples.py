@@ -1,4 +1,4 @@
-"""Samples of a run for its pages: a few of some steps, whose texts and images take a limited number of bytes."""
+"""Samples of a run for its pages: a few samples of a few steps, with a limit on their bytes."""
 
 import base64
 import io
@@ -10,23 +10,24 @@ from pathlib import Path
 from rlworker.tracking.log import name_samples
 
 _MOST_BYTES = 500_000
-"""Bytes of all samples of a page."""
+"""Most bytes of all samples on a page."""
 _MOST_CHARACTERS = 4000
-"""Characters of a text; of a longer one the middle is left out."""
+"""Most characters of a text; the middle of a longer text is left out."""
 _ROW_BYTES = 300
-"""Bytes of a row of the page beside its texts, at most."""
+"""Most bytes of a row of the page without its texts."""
 _THUMBNAIL = 160
 """Pixels of a shown image's longer side."""
 
 
 def read_samples(folder: Path, last: int, most: int = _MOST_BYTES) -> list[dict]:
-    """Read the kept samples of the first and last steps up to ``last``: those of one turn, and episodes turn by turn.
+    """Read stored samples of the first and last steps up to step ``last``.
 
-    A run that has gone back to a checkpoint may have files of later steps, which it has not come to again. The first
-    sample of each step is taken before the second of any, until they take ``most`` bytes.
+    A run that has gone back to a checkpoint may have files of later steps, which it has not reached again. The first
+    sample of every step is taken before any second one, until the samples take ``most`` bytes.
 
     Returns:
-        of each step its number, ``completions``, ``episodes``, and the number of its samples that are left out.
+        for each step its ``number``, ``completions`` (samples of one turn), ``episodes`` (samples with turns) and
+            ``left_out``, the number of samples that are not shown.
     """
     numbers = [number for number in list_sampled_steps(folder) if number <= last]
     numbers = numbers if len(numbers) <= 6 else [*numbers[:2], *numbers[-4:]]
@@ -50,12 +51,12 @@ def read_samples(folder: Path, last: int, most: int = _MOST_BYTES) -> list[dict]
 
 
 def list_sampled_steps(folder: Path) -> list[int]:
-    """List the steps of which a run folder has samples."""
+    """Return the numbers of the steps of which a run folder has samples."""
     return sorted(int(file.stem.removeprefix("step_")) for file in (folder / "rollouts").glob("step_*.jsonl"))
 
 
 def show_sample(sample: dict) -> dict:
-    """Return a sample with its texts cut, and its images and those of its turns as thumbnails."""
+    """Return a sample with long texts cut, and with thumbnails of its images and those of its turns."""
     turns = [turn | {"thumbnails": make_thumbnails(turn.get("images", ()))} for turn in sample.get("turns", ())]
     turns = [turn | {"text": cut_text(turn["text"])} for turn in turns]
     images = () if turns else sample.get("images", ())  # an episode shows them in the turns that they came in
@@ -80,7 +81,7 @@ def _count_bytes(sample: dict) -> int:
 
 
 def make_thumbnails(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Pair each path with its image as data, which is empty where the file is gone."""
+    """Return for each path the path and its image as a data URI, which is empty if the file cannot be read."""
     if not paths:
         return []
     from PIL import Image as PILImage  # runs without images load neither

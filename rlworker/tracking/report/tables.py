@@ -1,4 +1,4 @@
-"""Tables of a page: where a run comes from, its settings, its results, and where its time went."""
+"""Tables of a page: a run's origin, settings and results, and the time of each phase."""
 
 from hardware.platform import describe
 from hardware.platforms import get_platform
@@ -9,7 +9,7 @@ _COUNTS = ("skipped_train", "skipped_heldout", "episode_failures")
 
 
 def describe_origin(run: RunRecord) -> dict[str, str]:
-    """Describe where a run comes from: its models, and the command, code, day and machine of its first start."""
+    """Describe the origin of a run: its models, and the command, code, date and machine of its first start."""
     first = run.starts[0] if run.starts else {}
     models = first.get("models") or {"model": run.stored.get("model", "")}
     versions = ", ".join(f"{name} {version}" for name, version in first.get("versions", {}).items())
@@ -19,13 +19,13 @@ def describe_origin(run: RunRecord) -> dict[str, str]:
 
 
 def tabulate_later_starts(run: RunRecord) -> list[tuple[int, str, str, str]]:
-    """Tabulate step, day, commit and changed settings of each start after the first."""
+    """List step, date, commit and changed settings of each start after the first."""
     spell = lambda changes: ", ".join(f"{key} {before} to {now}" for key, (before, now) in changes.items())  # noqa: E731
     return [(one["step"], one["date"], one["commit"], spell(one.get("changed", {}))) for one in run.starts[1:]]
 
 
 def summarise_run(run: RunRecord, outages: int) -> dict[str, str | float]:
-    """Sum up a run: its platform, its steps, and what failed."""
+    """Summarise a run: its platform, its steps, and the number of failures of each kind."""
     override = ", ".join(run.stored.get("rollout", {}).get("attention_override") or ())
     summary: dict[str, str | float] = {"platform": describe(get_platform(run.stored["platform"]))}
     summary |= {"rollouts": f"approximate: {override} did not honour the model's rule"} if override else {}
@@ -35,7 +35,7 @@ def summarise_run(run: RunRecord, outages: int) -> dict[str, str | float]:
 
 
 def tabulate_scores(run: RunRecord) -> dict[str, tuple[float, float, float, int]]:
-    """Tabulate the scores of held-out rows: before, after, the best of all and its step."""
+    """Return for each held-out metric its first value, last value, best value and the step of the best."""
     scores = {}
     for name, (_, kind) in run.scores.items():
         found = [(line[name], line["step"]) for line in run.lines if name in line]
@@ -45,8 +45,10 @@ def tabulate_scores(run: RunRecord) -> dict[str, tuple[float, float, float, int]
 
 
 def tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
-    """Tabulate phase, mean seconds and share of the step, of phases that took something; the first step, which warms
-    up, is left out where there are others."""
+    """List name, mean seconds and share of the step for each phase, with a last row for the rest of the step.
+
+    The first step, which warms up, is left out if there are others. ``list_phases`` chooses the phases.
+    """
     steady = steps[1:] or steps
     if not steady:
         return []
@@ -61,7 +63,7 @@ def tabulate_phases(steps: list[dict]) -> list[tuple[str, float, float]]:
 
 
 def tabulate_start(lines: list[dict]) -> list[tuple[str, float]]:
-    """Tabulate the phases of a run's start, in seconds; empty for a run without its first lines."""
+    """List the parts of a run's start with their seconds; empty for a run without its first lines."""
     if len(lines) < 2 or "time_start_trainers" not in lines[0]:
         return []
     first, then = lines[0], lines[1]

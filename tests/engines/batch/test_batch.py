@@ -89,8 +89,8 @@ def test_each_id_says_whether_it_was_sampled():
     [
         ({}, "give either prompt_lengths or sampled"),
         ({"prompt_lengths": [1, 1], "sampled": [[False, True], [False]]}, "give either prompt_lengths or sampled"),
-        ({"sampled": [[False, True], [True]]}, "sequence 1 has 1 ids and 1 marks .* the first False"),
-        ({"sampled": [[False], [False]]}, "sequence 0 has 2 ids and 1 marks"),
+        ({"sampled": [[False, True], [True]]}, "sequence 1 has 1 ids and 1 entries .* the first False"),
+        ({"sampled": [[False], [False]]}, "sequence 0 has 2 ids and 1 entries"),
         ({"prompt_lengths": [1, 2]}, "sequence 1 has 1 ids and a prompt of 2"),
         ({"prompt_lengths": [0, 1]}, "sequence 0 has 2 ids and a prompt of 0"),
         ({"prompt_lengths": [1]}, "shorter"),
@@ -100,7 +100,7 @@ def test_each_id_says_whether_it_was_sampled():
 def test_marks_and_prompts_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TrainBatch.from_ids([[1, 2], [3]], **arguments)
-    with pytest.raises(ValueError, match="sequence 0 has 0 ids and 0 marks"):
+    with pytest.raises(ValueError, match="sequence 0 has 0 ids and 0 entries"):
         TrainBatch.from_ids([[]], sampled=[[]])
 
 

@@ -71,7 +71,9 @@ def test_who_shares_where_nobody_said():
     assert choose_sharing(ASKED, get_platform("cuda")) == "prompts"
     assert choose_sharing(MegatronConfig(layout="bshd"), CPU) == "none"
     for share in ("prompts", "tree"):
-        with pytest.raises(ValueError, match=rf"share={share} needs slots that sequences have in common,"):
+        with pytest.raises(
+            ValueError, match=rf"share={share} computes common beginnings of sequences once, which layout"
+        ):
             MegatronConfig(share=share, layout="bshd")
 
 

@@ -46,5 +46,5 @@ def test_schemas_that_no_parser_takes_are_refused():
     for tool in ({"name": "add", "parameters": schema}, {}, {"function": {"name": "add", "parameters": "none"}}):
         with pytest.raises(ValueError, match=r"tools: a parser takes \{\"type\": .* got \{"):
             check_tools([tool])
-    with pytest.raises(ValueError, match=r"schemas of tools are JSON, and one is not: .* set is not"):
+    with pytest.raises(ValueError, match=r"the schema of a tool must be JSON: .* set is not"):
         check_tools([{"function": {"name": "add", "parameters": {"enum": {1, 2}}}}])

@@ -190,5 +190,5 @@ def test_an_override_must_name_a_refused_cell():
     check_override(("npu_mode4/thd/cp/causal",))
     with pytest.raises(ValueError, match="'npu_mode4/window' names no cell"):
         check_override(("npu_mode4/window",))
-    with pytest.raises(ValueError, match="is honoured and needs no override"):
+    with pytest.raises(ValueError, match="works without an override"):
         check_override(("torch_sdpa/thd/no-cp/causal",))

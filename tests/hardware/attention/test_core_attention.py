@@ -169,7 +169,7 @@ def test_an_override_that_no_call_can_follow_is_refused(rule, cp):
     layout = Layout.build((5, 9), "thd", cp=cp)
     override = (f"npu_mode1/thd/{'cp' if cp > 1 else 'no-cp'}/{rule.parts[0]}",)
     spec = layout.build_mask_spec((rule,), find_image_blocks((5, 9)))
-    with pytest.raises(ValueError, match="leave out the override"):
+    with pytest.raises(ValueError, match="leave the cell out of"):
         get_platform("npu-emulated").build_attention_inputs(spec, (torch.zeros(1, *layout.shape, DIM),) * 2, override)
 
 

@@ -52,7 +52,7 @@ def test_oracle_says_what_the_rule_says_in_words(kind, cp):
         (dict(kind="bshd", lengths=(3, 2), padded=(4, 2)), "padded to one length"),
         (dict(kind="thd", lengths=(3,), padded=(6,), cp=2), "multiples of 2\\*cp = 4"),
         (dict(kind="thd", lengths=(3,), padded=(3,), rules=()), "at least one rule"),
-        (dict(kind="thd", lengths=(3,), padded=(3,), rules=(Rule(images=True),)), "does not say where they are"),
+        (dict(kind="thd", lengths=(3,), padded=(3,), rules=(Rule(images=True),)), "which numbers them, is None"),
         (dict(kind="thd", lengths=(3,), padded=(3,), image_block=np.zeros(2, int)), "2 entries for 3 tokens"),
         (dict(kind="thd", lengths=(3,), padded=(3,), rules=(Rule(prefix=True),)), "does not say how long"),
         (dict(kind="thd", lengths=(3,), padded=(3,), prefixes=(1, 2)), "2 prefixes for 1 sequences"),
@@ -111,7 +111,7 @@ def test_windows_of_other_conventions():
     [
         (dict(window=0), "window counts the token itself and so is at least 1, got 0"),
         (dict(chunk=-1), "chunk counts the token itself"),
-        (dict(causal=False, window=2, images=True), "window and images can only be asked of a causal rule"),
+        (dict(causal=False, window=2, images=True), "window and images need causal=True"),
     ],
 )
 def test_impossible_rules_are_refused(arguments, message):

@@ -55,7 +55,7 @@ def test_rules_that_no_rollout_honours(platform, rule):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("vllm_cpu/pictures", "names no cell"), ("vllm_cpu_images/images", "is honoured and needs no override")],
+    [("vllm_cpu/pictures", "names no cell"), ("vllm_cpu_images/images", "works without an override")],
 )
 def test_an_override_that_does_nothing_is_refused(name, message):
     with pytest.raises(ValueError, match=message):

@@ -134,7 +134,7 @@ def test_copies_of_queries_stand_where_an_image_is_cut():
 
 def test_an_image_in_two_places_is_refused():
     layout = Layout.build((5, 3), "thd")
-    with pytest.raises(ValueError, match="tokens of an image are not side by side"):
+    with pytest.raises(ValueError, match="tokens of an image are not adjacent"):
         build_plan(layout.build_mask_spec((Rule(images=True),), torch.tensor([0, 0, -1, 0, 0, 0, 0, 0])), layout)
 
 

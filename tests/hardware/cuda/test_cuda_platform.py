@@ -51,8 +51,8 @@ OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040).
         ({"flash": False}, "built without flash attention, .* requirements/cuda.txt"),
         ({"error": OLD_DRIVER}, r"too old \(found version 11040\).*built for CUDA 13.0, .*update the driver"),
         ({"error": "No CUDA GPUs are available"}, "did not start: No CUDA GPUs are available; .* needs a GPU"),
-        ({"count": 2}, "is to see its own GPU alone and sees 2; .*CUDA_VISIBLE_DEVICES"),
-        ({"count": 0}, "is to see its own GPU alone and sees 0"),
+        ({"count": 2}, "must see exactly one GPU, its own, and sees 2; .*CUDA_VISIBLE_DEVICES"),
+        ({"count": 0}, "must see exactly one GPU, its own, and sees 0"),
     ],
     ids=["below sm80", "no flash kernel", "old driver", "no card", "two cards", "none left"],
 )

@@ -95,7 +95,7 @@ def test_rows_leave_mindspeed_without_lengths(keepers):
 def test_mindspeed_comes_before_megatron_or_not_at_all(monkeypatch):
     mindspeed.patch_megatron()  # nobody asked
     monkeypatch.setenv("RLWORKER_MINDSPEED", "1")
-    with pytest.raises(RuntimeError, match="asks for it and it is not installed"):
+    with pytest.raises(RuntimeError, match="asks for MindSpeed, which is not installed"):
         mindspeed.patch_megatron()
     monkeypatch.setattr(mindspeed.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))

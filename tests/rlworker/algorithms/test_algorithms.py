@@ -264,7 +264,7 @@ def test_code_wins_over_its_part_and_the_other_options_hold():
     with pytest.raises(ValueError, match=r"^advantage: the code passes a function, and algorithm.advantage is 'rloo'"):
         make_objective(configure("", advantage="rloo"), advantage=own)
     with pytest.raises(
-        ValueError, match=r"^loss: the code sets surrogate=.*leave out one of surrogate and --algorithm"
+        ValueError, match=r"^loss: your code binds surrogate=.*leave surrogate out in the code, or leave --algorithm"
     ):
         make_objective(configure("", surrogate="ppo"), loss=passed)
     with pytest.raises(ValueError, match=r"^loss: algorithm.kl_coef is 0\.04, .* leave --algorithm.kl-coef out"):
@@ -297,7 +297,7 @@ def test_what_a_paper_excludes_is_refused_with_the_reason(settings, message):
 
 
 def test_a_critic_beside_an_algorithm_without_values_is_refused():
-    with pytest.raises(ValueError, match=r"^config: critic.train makes advantages by gae, and algorithm has .*'grpo'"):
+    with pytest.raises(ValueError, match=r"^config: critic.train trains a critic, and advantage='grpo' does not read"):
         RunConfig(algorithm=AlgorithmConfig("gspo"), critic=CriticConfig(train=True))
     RunConfig(algorithm=AlgorithmConfig("ppo"), critic=CriticConfig(train=True))
 

@@ -176,7 +176,7 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused_before_anything_starts
 
 def test_the_self_test_is_exact():
     for changes in (dict(huggingface=False), dict(rollout=VllmConfig(dtype="bfloat16"))):
-        with pytest.raises(ValueError, match="faults show in float32 and against HuggingFace"):
+        with pytest.raises(ValueError, match="the faults of --self-test show only in float32 and against"):
             CheckConfig(self_test=True, **changes)
 
 

@@ -271,12 +271,12 @@ def test_a_recipe_may_be_a_file_outside_the_repository(folder, tmp_path, monkeyp
     ("source", "message"),
     [
         (None, "own.py' is no file; give a module such as recipes.grpo or the path of a recipe's file, such as"),
-        ("x = 1", "must have its settings as DEFAULT, a RunConfig or SftConfig, but that is not there; add such as"),
-        ("DEFAULT = {}", "a RunConfig or SftConfig, but that is a dict; add such as DEFAULT = RunConfig()"),
-        ("\nraise KeyError('level')", "own.py' failed: KeyError: 'level', at {path}:2; mend it"),
+        ("x = 1", "must have its settings as DEFAULT, a RunConfig or SftConfig, but DEFAULT is not there; add a line"),
+        ("DEFAULT = {}", "a RunConfig or SftConfig, but DEFAULT is a dict; add a line such as DEFAULT = Run"),
+        ("\nraise KeyError('level')", "own.py' failed: KeyError: 'level', at {path}:2; correct it"),
         ("import no_such_thing", "own.py' failed: ModuleNotFoundError: No module named 'no_such_thing', at {path}:1;"),
-        ("def broken(:", "own.py' failed: SyntaxError: invalid syntax (own.py, line 1), at {path}:1; mend"),
-        ("raise SystemExit(0)", "own.py' failed: SystemExit: 0, at {path}:1; mend it, and keep what starts a run"),
+        ("def broken(:", "own.py' failed: SyntaxError: invalid syntax (own.py, line 1), at {path}:1; correct"),
+        ("raise SystemExit(0)", "own.py' failed: SystemExit: 0, at {path}:1; correct it, and keep what starts a"),
     ],
     ids=["missing", "no-default", "other-default", "raises", "import", "syntax", "exits"],
 )

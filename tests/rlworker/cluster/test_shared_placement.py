@@ -32,7 +32,7 @@ def test_which_rank_has_which_device_does_not_matter():
 
 
 def test_engines_that_no_node_holds_are_refused_by_name():
-    message = r"2 rollout engines of 2 devices are to share .* hold 1 of them \(devices on each: 3, 1\)"
+    message = r"2 rollout engines of 2 devices each are to share .* room for 1 such .* \(devices on each node: 3, 1\)"
     with pytest.raises(RunError, match=message):
         list_names("a:0", "a:1", "a:2", "b:0", engines=2, devices=2)
 
@@ -46,5 +46,5 @@ def test_a_new_engine_takes_what_the_others_leave():
     assert choose_device_slot(0, [elsewhere], [second]) == elsewhere, "another node's device of the same name"
     processors = make_ranks("a:", "a:")
     assert choose_device_slot(1, processors, processors[:1]) == processors[1]
-    with pytest.raises(RunError, match="leaves none to rollout engine 1"):
+    with pytest.raises(RunError, match="so that rollout engine 1 finds none"):
         choose_device_slot(1, [first, first], [first])

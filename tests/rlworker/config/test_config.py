@@ -58,8 +58,8 @@ def test_contradictions_are_refused(settings, message):
         (dict(buckets={0.5: 1.0, 0.7: 1.0}), r"must have rising bounds, .*: 1 without a difficulty_field"),
         (dict(buckets={1: 1.0, 0.5: 1.0}), "must have rising bounds"),
         (dict(difficulty_field="level"), "difficulty_field='level' does nothing without buckets"),
-        (dict(advance_at=0.5, buckets={1: 1.0}), "opens buckets of rows whose difficulty is known"),
-        (dict(advance_at=0.5, buckets={1: 0.0, 2: 1.0}, difficulty_field="level"), "first of buckets has weight 0"),
+        (dict(advance_at=0.5, buckets={1: 1.0}), "opens buckets one after another, which needs rows with a difficulty"),
+        (dict(advance_at=0.5, buckets={1: 0.0, 2: 1.0}, difficulty_field="level"), "the first bucket has weight 0"),
         (dict(pass_rates=(0.9, 0.1)), r"pass_rates=\(0.9, 0.1\) must be a lowest and a highest rate from 0 to 1"),
         (dict(pass_rates=(0.1,)), "must be a lowest and a highest rate"),
         (dict(pass_rates=(0.0, 2.0)), "must be a lowest and a highest rate"),
@@ -272,23 +272,25 @@ PASSED_THROUGH = [
 @pytest.mark.parametrize(("make", "where", "own", "refused"), PASSED_THROUGH, ids=["vllm", "megatron"])
 def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where, own, refused):
     for name in own:
-        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: the engine depends on its own"):
+        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\], which the engine sets itself"):
             make({name: 1})
     for name in refused:
-        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: .* would not follow; drop them"):
+        with pytest.raises(ValueError, match=rf"{where} may not set \['{name}'\]: .* compute different models; leave"):
             make({name: 1})
 
 
 def test_other_names_are_those_of_the_installed_packages():
     assert VllmConfig(vllm={"enforce_eager": False, "block_size": 64}).vllm["block_size"] == 64
     assert MegatronConfig(megatron={"barrier_with_L1_time": False, "cp_comm_type": "p2p"}).megatron
-    with pytest.raises(ValueError, match=r"vllm has 'blok_size', which is not there .*; did you mean 'block_size'"):
+    with pytest.raises(ValueError, match=r"vllm has 'blok_size', which the library .*; did you mean 'block_size'"):
         VllmConfig(vllm={"blok_size": 64})
     with pytest.raises(ValueError, match="vllm has block_size 'large', expected a whole number or null"):
         VllmConfig(vllm={"block_size": "large"})
     with pytest.raises(ValueError, match="pipeline_parallel_size: on a CPU vLLM starts with it and fails"):
         VllmConfig(vllm={"pipeline_parallel_size": 2})
-    with pytest.raises(ValueError, match="megatron has 'sequnce_paralel', which is not there to be set; did you mean"):
+    with pytest.raises(
+        ValueError, match="megatron has 'sequnce_paralel', which the library does not have; did you mean"
+    ):
         MegatronConfig(megatron={"sequnce_paralel": True})
     with pytest.raises(ValueError, match="megatron has moe_router_dtype 'fp8', expected one of 'fp32', 'fp64' or null"):
         MegatronConfig(megatron={"moe_router_dtype": "fp8"})
@@ -373,7 +375,9 @@ def test_an_override_names_a_refused_cell_of_the_capability_table(make_hf_model)
         MegatronConfig(attention_override=("window",))
     folder = make_hf_model("llama", False)
     actor = MegatronConfig(attention_override=("npu_mode3/thd/cp/window",))
-    with pytest.raises(ValueError, match=r"of a backend that platform 'cpu' does not use; it uses \['torch_sdpa'\]"):
+    with pytest.raises(
+        ValueError, match=r"a backend that platform 'cpu' does not use, expected one of \['torch_sdpa'\]"
+    ):
         check_engines(folder, "cpu", actor, VllmConfig(max_new_tokens=4, max_model_len=16))
     (warning,) = list_override_warnings(("npu_mode3/thd/cp/window",))
     assert warning.startswith("attention: npu_mode3/thd/cp/window is refused by the capability table (not shown")

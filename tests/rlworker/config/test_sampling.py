@@ -27,7 +27,7 @@ def test_what_sampling_cannot_do_is_refused_with_the_reason(settings, message):
 
 
 def test_centering_needs_the_whole_distribution():
-    with pytest.raises(ValueError, match=r"score_centering=4 .* rollout\.top_k=20 leaves nothing"):
+    with pytest.raises(ValueError, match=r"score_centering=4 .* rollout\.top_k=20 cuts it"):
         RunConfig(algorithm=AlgorithmConfig(score_centering=4), rollout=VllmConfig(top_k=20))
 
 

@@ -123,7 +123,11 @@ def test_what_the_template_refuses_is_named(tmp_path, make_hf_model):
     tokenizer = copy(make_tokenizer("qwen"))
     for template, messages, message in (
         ("{{ raise_exception('no ' + messages[0].role) }}", CHAT, "line 1: the chat template refuses .*: no user"),
-        (GENERATION.replace("assistant\\n' }}", "assistant\\n<T>' }}"), CALLS, "calls tools otherwise"),
+        (
+            GENERATION.replace("assistant\\n' }}", "assistant\\n<T>' }}"),
+            CALLS,
+            "start of a message with tool calls",
+        ),
         (None, CHAT, "line 1 has messages, but the tokenizer has no chat template"),
     ):
         tokenizer.chat_template = template

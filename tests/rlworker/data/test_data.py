@@ -154,7 +154,7 @@ def test_an_instruction_makes_a_message_of_a_text(tmp_path, tokenizer):
     (row,) = read_rows(path, tokenizer, data).rows
     assert row.prompt == "user: 1+1=\n\nSay it.;"
     path = write(tmp_path, {"prompt": [{"role": "u", "content": "x"}], "answer": "2"})
-    assert "has messages, which data.instruction does not go into" in message_of(check_rows, path, data)
+    assert "has messages, but data.instruction is added only to prompts" in message_of(check_rows, path, data)
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):

@@ -180,7 +180,7 @@ def test_a_row_of_trls_that_supervised_training_cannot_take_is_named(tmp_path, r
 def test_rows_that_leave_nothing_to_learn_are_refused(tmp_path):
     trl = DataConfig(format="trl")
     said = message_of(check_examples, write(tmp_path, {"prompt": "a"}), trl)
-    assert 'line 1: field "completion" is missing, the row has prompt; it is what supervised training learns' in said
+    assert 'line 1: field "completion" is missing, the row has prompt; give the completion' in said
     said = message_of(check_rows, write(tmp_path, {"text": "The sky is blue."}), trl)
     assert 'line 1: field "text" alone does not say which part is learned' in said
 

@@ -104,12 +104,12 @@ def test_async_scorers_wait_side_by_side():
     ("function", "said"),
     [
         (None, r"reward: expected a function reward\(text, row\) -> float, got None"),
-        (score_like_verl, r"score_like_verl \(.*\) is called as reward\(text, row\), which .*argument: 'ground_truth'"),
-        (score_like_trl, r"score_like_trl \(.*\) is called as reward\(text, row\), which .*too many positional"),
-        (Judge, r"Judge is called as reward\(text, row\), which it does not take"),
+        (score_like_verl, r"score_like_verl \(.*\) cannot be called as reward\(text, row\) .*argument: 'ground_truth'"),
+        (score_like_trl, r"score_like_trl \(.*\) cannot be called as reward\(text, row\) .*too many positional"),
+        (Judge, r"Judge cannot be called as reward\(text, row\)"),
         (batch_reward(partial(judge_all)), "judge_all .* is async and a batch reward"),
         (stream, "stream .* is an async generator, and a scorer returns one number"),
-        (batch_reward(lambda texts: texts), r"is called as reward\(texts, rows\), which it does not take"),
+        (batch_reward(lambda texts: texts), r"cannot be called as reward\(texts, rows\)"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused_before_anything_starts(function, said):
@@ -120,7 +120,7 @@ def test_an_environment_of_other_arguments_is_refused_before_anything_starts():
     async def walk(policy):
         return None
 
-    said = r"error: environment: .*walk \(.*\) is called as environment\(policy, row\), which it does"
+    said = r"error: environment: .*walk \(.*\) cannot be called as environment\(policy, row\)"
     assert re.search(said, refuse(walk))
 
 

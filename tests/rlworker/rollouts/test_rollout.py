@@ -37,7 +37,7 @@ def test_columns_stand_at_their_tokens():
 
 def test_rows_with_other_numbers_of_completions_are_refused():
     rows = [Row("", (1,), "", {})] * 2
-    with pytest.raises(ValueError, match="3 completions of 2 rows, expected as many of each row"):
+    with pytest.raises(ValueError, match="3 completions for 2 rows, expected equally many for each row"):
         to_batch(rows, make_completions(*[([5], [-1.0], 0)] * 3), [0.0] * 3)
 
 

@@ -165,8 +165,8 @@ def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
 def test_another_model_or_other_data_are_another_run(tmp_path, settings, was):
     folder = RunFolder(str(tmp_path))
     begin(folder, RunConfig())
-    advice = "begin another run in another --run-dir, from this one's weights with --model .*/checkpoints/step_N/hf"
-    with pytest.raises(ValueError, match=rf"cannot be resumed with .*: {was}\. Set them as they were, or {advice}"):
+    advice = "start a new run from its weights: --run-dir ANOTHER --model .*/checkpoints/step_N/hf"
+    with pytest.raises(ValueError, match=rf"cannot be resumed with .*: {was}\. Set them back, or {advice}"):
         folder.check(RunConfig(resume=True, **settings))
 
 
@@ -174,7 +174,7 @@ def test_a_decay_over_the_whole_run_is_not_counted_in_other_optimizer_steps(tmp_
     folder, optimizer = RunFolder(str(tmp_path)), OptimizerConfig(lr_scheduler="linear")
     begin(folder, RunConfig(actor=MegatronConfig(optimizer=optimizer)))
     other = RunConfig(resume=True, actor=MegatronConfig(optimizer=optimizer), algorithm=AlgorithmConfig(mini_batches=2))
-    with pytest.raises(ValueError, match=r"mini_batches=2: the linear decay .*; set"):
+    with pytest.raises(ValueError, match=r"mini_batches=2, which changes .*: the linear decay .*; set"):
         folder.check(other)
     folder.check(replace(other, actor=MegatronConfig(optimizer=replace(optimizer, lr_decay_steps=200))))
 
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_made_or_written_to(tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     for path, line in zip((full, theirs), said, strict=True):
         assert line.startswith("run_dir: ") and str(path) in line and "cannot be written to: [Errno" in line
-        assert "make room or choose another --run-dir" in line
+        assert "free disk space, make it writable, or choose another --run-dir" in line
     assert [file.name for file in full.iterdir()] == [".lock"] and not theirs.exists()
 
 

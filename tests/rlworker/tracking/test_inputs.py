@@ -98,7 +98,7 @@ def test_a_changed_input_is_named_however_alike_the_file_looks(begun, name, chan
     config, folder = begun()
     begin(config)
     keep_times(folder / name, change)
-    advice = rf"Put back what it began with, or begin another run .* --model \S+{STEP}"
+    advice = rf"Put back the old model and data, or start a new run .* --model \S+{STEP}"
     with pytest.raises(ValueError, match=rf"^run_dir: .* cannot be resumed with another .* data: {message}.*{advice}"):
         begin(config)
 
@@ -145,7 +145,7 @@ def test_a_run_of_before_there_were_digests_says_so_and_has_them_from_then_on(be
     assert "NOTE it had no inputs.json" in begin(config)
     assert "NOTE" not in begin(config) and {"actor", "data.train"} <= json.loads(path.read_text()).keys()
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"inputs\.json' cannot be read: .*; put back what the run wrote"):
+    with pytest.raises(ValueError, match=r"inputs\.json' cannot be read: .*; restore it from a copy"):
         begin(config)
 
 

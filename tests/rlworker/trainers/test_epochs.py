@@ -64,5 +64,5 @@ def test_epochs_end_where_the_policy_has_moved_too_far(limit, epochs):
 def test_every_epoch_is_a_part_of_the_decay():
     config = RunConfig(algorithm=AlgorithmConfig(epochs=3, mini_batches=2), steps=10)
     assert config.actor_of_run.optimizer.lr_decay_steps == 60
-    with pytest.raises(ValueError, match=r"limits.epoch_kl=0\.1 leaves out further epochs, and algorithm\.epochs is 1"):
+    with pytest.raises(ValueError, match=r"limits.epoch_kl=0\.1 can only end epochs .*, and algorithm\.epochs is 1"):
         RunConfig(limits=LimitsConfig(epoch_kl=0.1))

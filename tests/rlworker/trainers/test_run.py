@@ -176,7 +176,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_message(counting, tmp_path, mo
     def full(_):
         raise OSError(28, os.strerror(28))
 
-    with pytest.raises(RunError, match=r"step 3: '.*run' cannot be written to: .*No space left.*; make room, then"):
+    with pytest.raises(RunError, match=r"step 3: '.*run' cannot be written to: .*No space left.*; free disk space or"):
         counting(config(tmp_path, save_every=1), at_step=fill).go()
     assert checkpoints(tmp_path)[-2:] == ["step_1", "step_2"]
 

@@ -146,7 +146,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(config):
     from rlworker.trainers.launch import launch_supervised
     from rlworker.trainers.sft import SftTrainer
 
-    with pytest.raises(ValueError, match="rows_per_step=1 cannot feed 2 data-parallel ranks"):
+    with pytest.raises(ValueError, match="rows_per_step=1 leaves some of 2 data-parallel ranks"):
         replace(config, rows_per_step=1)
     with pytest.raises(ValueError, match="slots=64 does not hold the longest sequence, 256 tokens, which takes 255"):
         replace(config, actor=replace(config.actor, slots=64))

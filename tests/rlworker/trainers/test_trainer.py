@@ -490,10 +490,10 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             trainer_of(wrong, exact_match)
-    with pytest.raises(ValueError, match=r"center=True and algorithm.score_centering=0, expected both or none"):
+    with pytest.raises(ValueError, match=r"center=True, which needs a number .* algorithm.score_centering is 0"):
         trainer_of(config, exact_match, loss=partial(policy_loss, center=True))
     regularised = replace(config, algorithm=AlgorithmConfig(kl_coef=0.1))
-    with pytest.raises(ValueError, match=r"loss: algorithm\.kl_coef is 0\.1, and the function that was passed does"):
+    with pytest.raises(ValueError, match=r"loss: algorithm\.kl_coef is 0\.1, and .* has no parameter for it"):
         trainer_of(regularised, exact_match, loss=lambda outputs, batch: (outputs.logprobs.sum(), {}))
     assert not (tmp_path / "run").exists()
 

@@ -70,7 +70,7 @@ def test_a_program_that_trains_by_itself_refuses_to(model, data, tmp_path):
     from rlworker.trainers.rl import Trainer
 
     config = RunConfig(model=model, data=data, run_dir=str(tmp_path / "run"), evaluate=True)
-    with pytest.raises(ValueError, match="evaluate trains nothing, and this program trains"):
+    with pytest.raises(ValueError, match="evaluate is set, and Trainer only trains"):
         Trainer(config, exact_match)
 
 

@@ -137,7 +137,7 @@ def test_an_environment_of_its_own_gives_answers_to_vote_on_and_failures_are_cou
 
 
 def test_a_metric_that_needs_answers_is_refused_where_nothing_finds_them():
-    with pytest.raises(RunError, match=r"no metric='heldout_maj_at_4', since the environment finds no answers"):
+    with pytest.raises(RunError, match=r"no metric 'heldout_maj_at_4', since the environment finds no answers"):
         validate(make_manager(one_turn(contains), samples=4, metric="heldout_maj_at_4"))
 
 
