@@ -1,6 +1,7 @@
 """Settings by dotted key; and those that change as a run is resumed, with their check."""
 
 import json
+from collections.abc import Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,22 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_changes(folder: Path, config: TrainingConfig) -> Changes:
+def read_changes(folder: Path, config: TrainingConfig, movable: Set[str] = frozenset()) -> Changes:
     """Read the settings that a run's folder has stored, and list those that differ from a config to resume it with.
+
+    Args:
+        movable: settings that may name the same input at another path, since its digest is compared elsewhere.
 
     Raises:
         ValueError: as ``read_differences``, or the run would be another one with the changes.
     """
     changes = read_differences(folder, config)
-    _check_changes(changes, config, str(folder))
+    moved = set()
+    for key in changes.keys() & movable:
+        before, now = changes[key]
+        if before and now and (isinstance(before, str) or before.keys() == now.keys()):  # a path, or paths by name
+            moved.add(key)
+    _check_changes({key: change for key, change in changes.items() if key not in moved}, config, str(folder))
     return changes
 
 

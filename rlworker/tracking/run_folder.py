@@ -98,7 +98,7 @@ class RunFolder:
         """List the settings that differ from the run's; raises ValueError where they would make it another run."""
         from rlworker.config.changes import read_changes  # a new run has none
 
-        return read_changes(self.path, config)
+        return read_changes(self.path, config, self.inputs.list_movable())
 
     def claim(self, config: TrainingConfig) -> None:
         """Make the folder this run's own until ``release``, or until this process ends: before anything starts, since
