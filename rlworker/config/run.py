@@ -291,11 +291,6 @@ class RunConfig(TrainingConfig):
         """The limit on the mean |rollout - trainer logprob| comes from a measurement when the run begins."""
         return self.limits.logprob_diff_mean is None and not self._is_fp32
 
-    def check_trains(self) -> None:
-        """Raise ValueError where the settings ask for an evaluation, which trains nothing."""
-        if self.evaluate:
-            raise ValueError("config: evaluate trains nothing, and this program trains; it is launch that evaluates")
-
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:
         """Find the mean and max of |rollout - trainer logprob| that stop the run, in bfloat16 by the mean ``floor`` of
         the weights that it began with; None where that was not measured."""

@@ -47,9 +47,9 @@ from rlworker.environments import Episode, one_turn
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.running import running_loop, set_limits
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import StepClock
-from rlworker.trainers.run_processes import running_loop, set_limits
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
