@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 import ray
 
-from engines.batch.samples import Completion, Completions, Request, Sampling
+from engines.batch.samples import Completion, Request, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.watch import wait_until
 from rlworker.data.rows import Row
@@ -104,7 +104,7 @@ class RolloutLoop:
         self.environment_seconds += time.perf_counter() - self._queue.sampling_seconds - start
         return batch.groups
 
-    def sample_each(self, rows: Sequence[Row], sampling: Sampling) -> Completions:
+    def sample_each(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:
         """Sample one completion of each row outside of any environment, as many by each engine, before all that has
         not begun."""
         if not self._thread:
@@ -113,7 +113,7 @@ class RolloutLoop:
         batch = RolloutBatch(next(self._batch_numbers), rows, sampling, True, has_episodes=False)
         self._call(lambda: self._open(batch))
         wait_until(lambda slice_s: self._wait(batch, slice_s))
-        return Completions.concatenate(batch.groups)
+        return [completion for group in batch.groups for completion in group]
 
     def forget(self, stream: tuple[int, ...]) -> None:
         """Forget all batches and go on with other random numbers, as a run does that goes back to a checkpoint."""
@@ -280,7 +280,7 @@ class RolloutLoop:
 
     # -- samples
 
-    def _take_samples(self, batch: RolloutBatch, number: int, completions: Completions) -> None:
+    def _take_samples(self, batch: RolloutBatch, number: int, completions: list[Completion]) -> None:
         if not batch.has_episodes:
             return batch.add(number, completions)
         if number not in self._states or (state := self._states[number]).trajectory:

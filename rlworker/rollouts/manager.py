@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Sampling
 from rlworker.cluster.rollout_group import Rollouts
@@ -102,7 +100,7 @@ class RolloutManager:
         if not config.rollout.staleness:
             metrics["time_environment"] = self.loop.environment_seconds - environment_s
         groups = kept_groups[: config.prompts_per_step]
-        return groups if any(group.completions.lengths.any() for group in groups) else [], metrics
+        return groups if any(len(one.token_ids) for group in groups for one in group.completions) else [], metrics
 
     def score_greedy(self, rows: list[Row]) -> Scores:
         """Find the rewards of an episode of most likely samples for each row."""
@@ -228,14 +226,14 @@ class RolloutManager:
 
     def _note_samples(self, groups: Sequence[TrajectoryGroup], version: int) -> None:
         """Take note of the lengths of samples, which are all of weights of ``version``, or as stale as they may be."""
-        versions = {int(each) for group in groups for each in np.unique(group.completions.span_versions)}
+        completions = [completion for group in groups for completion in group.completions]
+        versions = {version for completion in completions for version, _ in completion.spans}
         stale = self.config.rollout.staleness
         if versions - set(range(version - stale, version + 1)):
             expected = f"{version - stale} to {version}" if stale else f"{version} alone"
             raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {expected}")
-        lengths = [group.completions.lengths for group in groups]
-        if count := sum(map(len, lengths)):
-            mean = int(sum(each.sum() for each in lengths)) / count
+        if completions:
+            mean = sum(len(completion.token_ids) for completion in completions) / len(completions)
             self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)
 
 

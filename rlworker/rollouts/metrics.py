@@ -86,8 +86,8 @@ def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
 
 def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Summarise samples, rewards and turns over every group that a step has drawn."""
-    lengths = np.concatenate([group.completions.lengths for group in groups])
-    finished = np.concatenate([group.completions.finished for group in groups])
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.asarray([len(completion.token_ids) for completion in completions], np.int64)
     rewards = torch.tensor([group.rewards for group in groups])
     samples, zero_variance = rewards.numel(), sum(group.has_zero_variance for group in groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -98,7 +98,7 @@ def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "zero_variance_groups": zero_variance,
         "zero_variance_share": zero_variance / len(groups),
         "completion_tokens": int(lengths.sum()) / samples,
-        "truncated": int((~finished).sum()) / max(len(finished), 1),
+        "truncated": sum(not completion.finished for completion in completions) / max(len(completions), 1),
         "samples": samples,
     } | _summarise_episodes(trajectories, lengths)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from engines.batch.places import drop_firsts
-from engines.batch.samples import Completions, Sampling
+from engines.batch.samples import Completion, Sampling
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
 
@@ -30,10 +29,10 @@ class TrajectoryGroup:
     row: Row
     trajectories: list[Trajectory]
 
-    @cached_property
-    def completions(self) -> Completions:
+    @property
+    def completions(self) -> list[Completion]:
         """The samples of all turns, episode by episode."""
-        return Completions.join([one for trajectory in self.trajectories for one in trajectory.completions])
+        return [completion for trajectory in self.trajectories for completion in trajectory.completions]
 
     @property
     def rewards(self) -> list[float]:
@@ -88,8 +87,8 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
         vision: of a model that sees images.
 
     Raises:
-        ValueError: a sequence has other image tokens than its images, or some samples have the likeliest ids and others
-            have none.
+        ValueError: a sequence has other image tokens than its images, or some samples have logprobs, or those of the
+            likeliest ids, and others have none.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     counts = [len(trajectory.sequences) for trajectory in trajectories]
@@ -110,7 +109,7 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
     token_ids = np.concatenate([arrays[id(segment.token_ids)] for segment in segments])  # [M], as all columns of ids
     turns = np.repeat(np.asarray([segment.turn for segment in segments], np.int32), lengths)
     sampled = turns != CONTEXT
-    targets = _place_samples(Completions.concatenate([group.completions for group in groups]), sampled)
+    targets = _place_samples([completion for group in groups for completion in group.completions], sampled)
     rewards, turn_rewards = _place_rewards(trajectories, sequences, len(sampled))
     columns = {"rewards": rewards.astype(np.float32), "group": group}
     if len(sequences) > len(trajectories) or turns[sampled].any():
@@ -128,7 +127,7 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
 
 
 def to_batch(
-    rows: Sequence[Row], completions: Completions, rewards: Sequence[float], vision: VisionSpec | None = None
+    rows: Sequence[Row], completions: Sequence[Completion], rewards: Sequence[float], vision: VisionSpec | None = None
 ) -> TrainBatch:
     """Batch prompts ``[P]`` with their completions and rewards, both ``[P * G]``, as episodes of one turn.
 
@@ -150,17 +149,35 @@ def to_batch(
     return batch_groups([TrajectoryGroup(row, part) for row, part in zip(rows, parts, strict=True)], vision)
 
 
-def _place_samples(completions: Completions, sampled: np.ndarray) -> dict[str, np.ndarray]:
-    """Place the numbers of sampled ids at these, ``[M]`` bool: columns ``[M]`` and ``[M, k]`` by the batch's names."""
-    size = len(sampled)
+def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> dict[str, np.ndarray]:
+    """Place the numbers of sampled ids at these, ``[M]`` bool: columns ``[M]`` and ``[M, k]`` by the batch's names.
+
+    Raises:
+        ValueError: as ``batch_groups``.
+    """
+    size, tokens = len(sampled), int(sampled.sum())
     columns = {"rollout_logprobs": np.zeros(size, np.float32), "versions": np.full(size, -1, np.int32)}
-    if len(completions.logprobs):  # none where they were drawn greedily
-        columns["rollout_logprobs"][sampled] = completions.logprobs
-    columns["versions"][sampled] = np.repeat(completions.span_versions, completions.span_lengths)
-    if completions.top_ids is not None and completions.top_logprobs is not None:
-        shape = size, completions.top_ids.shape[1]
+    logprobs = [completion.logprobs for completion in completions]
+    scored, top = sum(map(len, logprobs)), [one for one in completions if one.top_ids is not None]
+    if scored not in (0, tokens):
+        raise ValueError(
+            f"completions: {tokens} sampled ids and logprobs of {scored}, expected of all or of none; draw all "
+            "completions of a batch greedily or none"
+        )
+    if len(top) not in (0, len(completions)):
+        raise ValueError(
+            f"completions: {len(top)} of {len(completions)} have the logprobs of the likeliest ids, expected all or "
+            "none; draw all completions of a batch with the same top_logprobs"
+        )
+    if scored:  # none where they were drawn greedily
+        columns["rollout_logprobs"][sampled] = np.concatenate(logprobs)
+    spans = np.asarray([span for completion in completions for span in completion.spans], np.int64).reshape(-1, 2)
+    columns["versions"][sampled] = np.repeat(spans[:, 0], spans[:, 1])
+    if top:
+        found = np.concatenate([one.top_ids for one in top]), np.concatenate([one.top_logprobs for one in top])
+        shape = size, found[0].shape[1]
         top_ids, top_logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-        top_ids[sampled], top_logprobs[sampled] = completions.top_ids, completions.top_logprobs
+        top_ids[sampled], top_logprobs[sampled] = found
         columns |= dict(rollout_top_ids=top_ids, rollout_top_logprobs=top_logprobs)
     return columns
 

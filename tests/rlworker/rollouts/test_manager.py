@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.environments.runners import Engines, LocalPool, encode, make_codec, make_loop, make_sample
 
-from engines.batch.samples import Completions, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
@@ -37,7 +37,7 @@ class Scripted(Engines):
         self.streams.append(stream)
         self.requests.append(list(requests))
         count = sum(request.sampling.count for request in requests)
-        return Completions.join([make_sample(str(place % 3), version=self.version) for place in range(count)])
+        return [make_sample(str(place % 3), version=self.version) for place in range(count)]
 
 
 def make_manager(rows, further, prompts=4, environment=rate, loop=None):

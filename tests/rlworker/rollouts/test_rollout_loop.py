@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.environments.runners import LocalPool, encode, make_codec, make_rows, make_sample
 
-from engines.batch.samples import Completions, Sampling
+from engines.batch.samples import Sampling
 from rlworker.environments import Episode
 from rlworker.environments.record import LostWorker
 from rlworker.environments.reward import make_environment
@@ -66,7 +66,7 @@ class Engine:
 
     def answer(self, request):
         text = str(len(request.token_ids) % 10)
-        return Completions.join([make_sample(text, version=self.version)] * request.sampling.count)
+        return [make_sample(text, version=self.version)] * request.sampling.count
 
 
 class Rollouts:

@@ -111,8 +111,9 @@ class Loop:
         completions = make_completions(*[([3, 0], logprobs, self.trainer.version)] * count)
         if sampling.temperature == 0 or not sampling.top_logprobs:
             return completions
-        ids = np.tile(np.arange(TOP, dtype=np.int32), (len(completions.token_ids), 1))
-        return replace(completions, top_ids=ids, top_logprobs=np.full(ids.shape, 2 * LOGPROB, np.float32))
+        ids = np.tile(np.arange(TOP, dtype=np.int32), (2, 1))
+        top = {"top_ids": ids, "top_logprobs": np.full(ids.shape, 2 * LOGPROB, np.float32)}
+        return [replace(completion, **top) for completion in completions]
 
     def call(self, method, *_):
         return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method.__name__, self.trainer.version)]
