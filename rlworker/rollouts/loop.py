@@ -275,8 +275,7 @@ class RolloutLoop:
             members = range(group, group + batch.sampling.count)
             if all(self._states[member].trajectory for member in members):
                 place = (group - batch.first) // batch.sampling.count
-                trajectories = [self._states.collect(member) for member in members]
-                batch.add(place, TrajectoryGroup(batch.rows[place], trajectories))
+                batch.add(place, [self._states.collect(member) for member in members])
 
     # -- samples
 

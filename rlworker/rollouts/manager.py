@@ -19,7 +19,7 @@ from rlworker.errors import NothingScored, RunError
 from rlworker.rollouts.curriculum import Curriculum
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory, score_groups, summarise_groups
-from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
+from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup, has_zero_variance
 from rlworker.tracking.log import StepClock
 
 TRAINING, CANARY, STREAM, VALIDATION = range(4)
@@ -82,9 +82,9 @@ class RolloutManager:
             groups = self._draw_next(partial(self.phase, clock))
             self.rollouts_done += 1
             self._note_samples(groups, version)
-            rewards.append([group.rewards for group in groups])
+            rewards.append([[trajectory.reward for trajectory in group] for group in groups])
             for group in groups:
-                (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
+                (zero_variance if further and has_zero_variance(group) else kept_groups).append(group)
             if len(kept_groups) >= config.prompts_per_step:
                 break
         drawn_groups = kept_groups + zero_variance
@@ -100,7 +100,8 @@ class RolloutManager:
         if not config.rollout.staleness:
             metrics["time_environment"] = self.loop.environment_seconds - environment_s
         groups = kept_groups[: config.prompts_per_step]
-        return groups if any(len(one.token_ids) for group in groups for one in group.completions) else [], metrics
+        completions = (completion for group in groups for one in group for completion in one.completions)
+        return groups if any(len(completion.token_ids) for completion in completions) else [], metrics
 
     def score_greedy(self, rows: list[Row]) -> Scores:
         """Find the rewards of an episode of most likely samples for each row."""
@@ -172,7 +173,7 @@ class RolloutManager:
 
     def pick(self, groups: Sequence[TrajectoryGroup]) -> list[dict]:
         """Pick a few of the groups that were drawn, as a run folder's ``rollouts`` has them."""
-        return [describe_trajectory(group.trajectories[0], self.codec) for group in groups[:SAMPLES_KEPT]]
+        return [describe_trajectory(group[0], self.codec) for group in groups[:SAMPLES_KEPT]]
 
     def make_sampling(self, count: int, use: int = TRAINING, draw: int | None = None) -> Sampling:
         """Say how ``count`` completions per prompt are drawn for the next rollout or for that of number ``draw``, or
@@ -226,7 +227,7 @@ class RolloutManager:
 
     def _note_samples(self, groups: Sequence[TrajectoryGroup], version: int) -> None:
         """Take note of the lengths of samples, which are all of weights of ``version``, or as stale as they may be."""
-        completions = [completion for group in groups for completion in group.completions]
+        completions = [completion for group in groups for one in group for completion in one.completions]
         versions = {version for completion in completions for version, _ in completion.spans}
         stale = self.config.rollout.staleness
         if versions - set(range(version - stale, version + 1)):

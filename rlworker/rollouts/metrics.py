@@ -9,7 +9,7 @@ import torch
 
 from rlworker.environments.codec import Codec
 from rlworker.environments.record import Trajectory
-from rlworker.rollouts.trajectory import TrajectoryGroup
+from rlworker.rollouts.trajectory import TrajectoryGroup, has_zero_variance
 
 SAMPLES_KEPT = 8
 """Samples kept of a step, where some are."""
@@ -72,7 +72,7 @@ class Scores:
 def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
     """Collect the rewards ``[P * G]`` of some groups, and their failures."""
     failures, examples = Counter(), []
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group]
     for trajectory in trajectories:
         if trajectory.failure:
             kind, message = trajectory.failure
@@ -86,11 +86,11 @@ def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
 
 def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Summarise samples, rewards and turns over every group that a step has drawn."""
-    completions = [completion for group in groups for completion in group.completions]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    completions = [completion for trajectory in trajectories for completion in trajectory.completions]
     lengths = np.asarray([len(completion.token_ids) for completion in completions], np.int64)
-    rewards = torch.tensor([group.rewards for group in groups])
-    samples, zero_variance = rewards.numel(), sum(group.has_zero_variance for group in groups)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = torch.tensor([[trajectory.reward for trajectory in group] for group in groups])
+    samples, zero_variance = rewards.numel(), sum(map(has_zero_variance, groups))
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,

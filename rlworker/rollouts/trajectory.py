@@ -20,29 +20,8 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """Name of a request: number of its rollout batch, and of the episode, the first of the prompt, or the row."""
-
-
-@dataclass(frozen=True)
-class TrajectoryGroup:
-    """A prompt with the trajectories of its G episodes."""
-
-    row: Row
-    trajectories: list[Trajectory]
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The samples of all turns, episode by episode."""
-        return [completion for trajectory in self.trajectories for completion in trajectory.completions]
-
-    @property
-    def rewards(self) -> list[float]:
-        """The reward of each episode, the sum over its turns."""
-        return [trajectory.reward for trajectory in self.trajectories]
-
-    @property
-    def has_zero_variance(self) -> bool:
-        """Every one of several episodes has the same reward, so that none is better than the others."""
-        return len(self.trajectories) > 1 and len(set(self.rewards)) == 1
+TrajectoryGroup = list[Trajectory]
+"""The trajectories of a prompt's G episodes."""
 
 
 @dataclass(eq=False)
@@ -77,6 +56,11 @@ class RolloutBatch:
         return self._missing == 0
 
 
+def has_zero_variance(group: TrajectoryGroup) -> bool:
+    """Tell whether every one of several episodes has the same reward, so that none is better than the others."""
+    return len(group) > 1 and len({trajectory.reward for trajectory in group}) == 1
+
+
 def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = None) -> TrainBatch:
     """Batch the trajectories of some groups: a sequence of the batch for each of theirs, with its rewards.
 
@@ -90,10 +74,10 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
         ValueError: a sequence has other image tokens than its images, or some samples have logprobs, or those of the
             likeliest ids, and others have none.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group]
     counts = [len(trajectory.sequences) for trajectory in trajectories]
     episode = np.repeat(np.arange(len(trajectories)), counts)  # [B], of each sequence
-    group = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])[episode]
+    group = np.repeat(np.arange(len(groups)), [len(group) for group in groups])[episode]
     sequences = [
         # Of one without samples the first id alone, which has no target.
         sequence if any(segment.turn != CONTEXT for segment in sequence) else [Segment(sequence[0].token_ids[:1])]
@@ -109,7 +93,7 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
     token_ids = np.concatenate([arrays[id(segment.token_ids)] for segment in segments])  # [M], as all columns of ids
     turns = np.repeat(np.asarray([segment.turn for segment in segments], np.int32), lengths)
     sampled = turns != CONTEXT
-    targets = _place_samples([completion for group in groups for completion in group.completions], sampled)
+    targets = _place_samples([completion for one in trajectories for completion in one.completions], sampled)
     rewards, turn_rewards = _place_rewards(trajectories, sequences, len(sampled))
     columns = {"rewards": rewards.astype(np.float32), "group": group}
     if len(sequences) > len(trajectories) or turns[sampled].any():
@@ -145,8 +129,7 @@ def to_batch(
         row = rows[place // size]
         segments = Segment(row.prompt_ids, images=row.images), Segment(completion.token_ids, 0, (), completion)
         trajectories.append(Trajectory(row, (segments,), ((0, reward),)))
-    parts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    return batch_groups([TrajectoryGroup(row, part) for row, part in zip(rows, parts, strict=True)], vision)
+    return batch_groups([trajectories[start : start + size] for start in range(0, len(trajectories), size)], vision)
 
 
 def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> dict[str, np.ndarray]:

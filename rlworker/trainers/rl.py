@@ -173,7 +173,7 @@ class Trainer(Run[RunConfig]):
             batch = replay_support(batch)
         if self.config.algorithm.samples_greedily:
             with self._phase(clock, "greedy"):
-                rewards = self.manager.score_greedy([group.row for group in groups]).values
+                rewards = self.manager.score_greedy([group[0].row for group in groups]).values
             batch = replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
         with self._phase(clock, "logprobs"):
             batch = self._add_logprobs(batch)

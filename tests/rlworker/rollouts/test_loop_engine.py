@@ -96,8 +96,8 @@ def update_all_along(rollouts, loop, folder: str, updates: int):
         models[version].load_state_dict(model.state_dict())
         alive.append(ask(worker.measure_load)[1])
     groups = loop.wait(draw)
-    prompts = [Prompt(group.row.prompt_ids) for group in groups for _ in range(SAMPLES)]
-    return models, prompts, [completion for group in groups for completion in group.completions], alive
+    prompts = [Prompt(group[0].row.prompt_ids) for group in groups for _ in range(SAMPLES)]
+    return models, prompts, [completion for group in groups for one in group for completion in one.completions], alive
 
 
 def test_each_segment_is_of_its_own_weights_over_many_updates(running, folder, measured):
@@ -135,7 +135,7 @@ def test_what_goes_first_waits_for_a_seat_alone(running):
     # Twenty groups have seats at a time, and end together: those that have one come before it, but no second twenty.
     assert done < min(before + 40, 64), f"{done} of 64 groups had come before it, {before} before it was asked"
     groups = loop.wait(draw)
-    assert {len(completion.token_ids) for group in groups for completion in group.completions} == {100}
+    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {100}
 
 
 def test_an_engine_that_is_killed_loses_no_draw(running, folder):
@@ -150,8 +150,8 @@ def test_an_engine_that_is_killed_loses_no_draw(running, folder):
     killing.start()
     groups = loop.wait(draw)
     killing.join()
-    assert [group.row for group in groups] == rows and lost.keys() == {"rollout engine 1"}
-    assert {len(completion.token_ids) for group in groups for completion in group.completions} == {200}
-    prompts = [Prompt(group.row.prompt_ids) for group in groups for _ in range(4)]
-    completions = [completion for group in groups for completion in group.completions]
+    assert [group[0].row for group in groups] == rows and lost.keys() == {"rollout engine 1"}
+    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {200}
+    prompts = [Prompt(group[0].row.prompt_ids) for group in groups for _ in range(4)]
+    completions = [completion for group in groups for one in group for completion in one.completions]
     assert measure_versions({0: load_folder(folder)}, prompts, completions)[0].mean() <= 2e-6

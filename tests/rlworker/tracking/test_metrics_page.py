@@ -28,7 +28,6 @@ from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
-from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import TrackedRun, Trackers
@@ -92,10 +91,7 @@ class Loop:
 
     def wait(self, batch):
         rows, sampling = batch
-        return [
-            TrajectoryGroup(row, [self.run_episode(row, place, sampling) for place in range(sampling.count)])
-            for row in rows
-        ]
+        return [[self.run_episode(row, place, sampling) for place in range(sampling.count)] for row in rows]
 
     def run_episode(self, row: Row, place: int, sampling) -> Trajectory:
         segments = [Segment(row.prompt_ids, images=row.images)]

@@ -153,7 +153,7 @@ def run_episodes(
     groups = loop.wait(loop.begin(rows, Sampling(count, 1.0, 8, seed, (EOS,))))
     for runner in pool.runners:
         runner.close()
-    return [trajectory for group in groups for trajectory in group.trajectories]
+    return [trajectory for group in groups for trajectory in group]
 
 
 def tell(record: Trajectory) -> list[list[tuple[int, str]]]:
