@@ -141,7 +141,8 @@ def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> di
     size, tokens = len(sampled), int(sampled.sum())
     columns = {"rollout_logprobs": np.zeros(size, np.float32), "versions": np.full(size, -1, np.int32)}
     logprobs = [completion.logprobs for completion in completions]
-    scored, top = sum(map(len, logprobs)), [one for one in completions if one.top_ids is not None]
+    scored = sum(map(len, logprobs))
+    top = [(one.top_ids, one.top_logprobs) for one in completions if one.top_ids is not None]
     if scored not in (0, tokens):
         raise ValueError(
             f"completions: {tokens} sampled ids and logprobs of {scored}, expected of all or of none; draw all "
@@ -157,11 +158,11 @@ def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> di
     spans = np.asarray([span for completion in completions for span in completion.spans], np.int64).reshape(-1, 2)
     columns["versions"][sampled] = np.repeat(spans[:, 0], spans[:, 1])
     if top:
-        found = np.concatenate([one.top_ids for one in top]), np.concatenate([one.top_logprobs for one in top])
-        shape = size, found[0].shape[1]
-        top_ids, top_logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-        top_ids[sampled], top_logprobs[sampled] = found
-        columns |= dict(rollout_top_ids=top_ids, rollout_top_logprobs=top_logprobs)
+        kinds = ("rollout_top_ids", -1, np.int32), ("rollout_top_logprobs", -np.inf, np.float32)
+        for (name, blank, kind), parts in zip(kinds, zip(*top, strict=True), strict=True):
+            found = np.concatenate(parts)
+            columns[name] = np.full((size, found.shape[1]), blank, kind)
+            columns[name][sampled] = found
     return columns
 
 
