@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions, Request
+from engines.batch.samples import Completion, Request
 from engines.batch.shard import Outputs, Shard
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
@@ -102,7 +102,7 @@ class RolloutEngine(Protocol):
     version: int
     """Version of its weights; the starting weights are version 0."""
 
-    def sample(self, requests: Sequence[Request], seed: int) -> Completions:
+    def sample(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         """Sample the completions of all requests, and return them once the last is done."""
         ...
 

@@ -105,20 +105,17 @@ def evaluate(arguments: Positional[tuple[str, ...]] = ()) -> None:
     sys.path.insert(0, str(Path(recipe).resolve().parent) if is_file else "")  # as python FILE and python -m have it
     if is_file and not Path(recipe).is_file():
         raise ValueError(f"evaluate: {recipe!r} is no file; {advice}")
-    if not is_file and not _find_module(recipe):
+    try:
+        is_there = is_file or importlib.util.find_spec(recipe) is not None
+    except (ImportError, ValueError):  # a package before the last dot is none, or the name is no name
+        is_there = False
+    if not is_there:
         raise ValueError(f"evaluate: there is no module {recipe!r}; {advice}")
     sys.argv = [recipe, *settings, "--model", model, "--evaluate"]
     if is_file:
         runpy.run_path(recipe, run_name="__main__")
     else:
         runpy.run_module(recipe, run_name="__main__", alter_sys=True)
-
-
-def _find_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a package before the last dot is none, or the name is no name
-        return False
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from engines.batch.balance import split_by_budget
-from engines.batch.samples import Completion, Completions, Request
+from engines.batch.samples import Completion, Request
 from engines.config import VllmConfig
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
@@ -138,7 +138,7 @@ class VllmEngine:
         del self.llm
         cleanup_dist_env_and_memory()
 
-    def sample(self, requests: Sequence[Request], seed: int) -> Completions:
+    def sample(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         """Sample the completions of all requests, and return them in order once the last is done.
 
         Requests wait if there is no memory for their decoded images. The same requests, weights and seed give the same
@@ -172,7 +172,7 @@ class VllmEngine:
             for run, output in zip(runs[part], outputs, strict=True):
                 completions += self.read_output(run[0], output)
             del prompts, outputs  # their images, before the next are decoded
-        return Completions.join(completions)
+        return completions
 
     def seed(self, seed: int) -> None:
         """Draw from the random numbers of ``seed`` from now on."""
@@ -239,10 +239,6 @@ class VllmEngine:
         if output.prompt_logprobs is not None:
             return [read_scores(output)]
         return [read_completion(sample) for sample in output.outputs]
-
-    def read_answer(self, request: Request, output: RequestOutput) -> Completions:
-        """Read the completions of a request as columns; raises the errors of ``read_output``."""
-        return Completions.join(self.read_output(request, output))
 
     def _empty_caches(self) -> None:
         """Empty the prefix cache and the cache of image features. Running requests recompute their KV cache."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-    from engines.batch.samples import Completions, Request
+    from engines.batch.samples import Completion, Request
     from engines.vllm.engine import VllmEngine
 
 
@@ -50,7 +50,7 @@ class EngineLoop:
         self._running: dict[str, _Open] = {}  # by vLLM's name of each
         self._names = count()
         self._image_bytes = 0  # of running requests
-        self._finished: list[tuple[Hashable, Completions | Exception]] = []
+        self._finished: list[tuple[Hashable, list[Completion] | Exception]] = []
         self._paused = self._closed = False
         self._fault: BaseException | None = None
         self.idle_s = 0.0
@@ -89,7 +89,7 @@ class EngineLoop:
             self._waiting.extend(one for one in opened if not one.request.goes_first)
             self._changed.notify_all()
 
-    def take(self, timeout_s: float) -> list[tuple[Hashable, Completions | Exception]]:
+    def take(self, timeout_s: float) -> list[tuple[Hashable, list[Completion] | Exception]]:
         """Return the requests that finished since the last call, in order; waits up to ``timeout_s`` seconds for one.
 
         Returns:
@@ -201,14 +201,14 @@ class EngineLoop:
             one = self._running.pop(output.request_id)
             self._image_bytes -= one.image_bytes
             try:
-                result = self.engine.read_answer(one.request, output)
+                result = self.engine.read_output(one.request, output)
             except RuntimeError as error:
                 result = error
             finished.append((one.key, result))
         if finished:
             self._finish(finished)
 
-    def _finish(self, finished: Sequence[tuple[Hashable, Completions | Exception]]) -> None:
+    def _finish(self, finished: Sequence[tuple[Hashable, list[Completion] | Exception]]) -> None:
         with self._changed:
             self._finished += finished
             self._changed.notify_all()

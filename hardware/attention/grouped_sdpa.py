@@ -64,13 +64,11 @@ def _group(spec: MaskSpec, members: np.ndarray, own: int, like: Tensor, begin: i
     masks have the type and the device of ``like``."""
     query, keys = begin + list_zigzag_positions(own, spec.cp, spec.cp_rank), begin + own
     masks = {rule: build_dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
-    masks = {rule: None if mask is None else _make_bias(mask, like) for rule, mask in masks.items()}
+    # As biases: of a bool mask SDPA would make one in every layer, and keep each for the backward pass.
+    for rule, mask in masks.items():
+        if mask is not None:
+            masks[rule] = like.new_zeros(mask.shape).masked_fill_(~to_device(mask, like.device), -torch.inf)
     return Group(len(members), len(query), keys, masks)
-
-
-def _make_bias(mask: Tensor, like: Tensor) -> Tensor:
-    """Make the bias of a bool mask. SDPA would make one of it in every layer, and keep each for the backward pass."""
-    return like.new_zeros(mask.shape).masked_fill_(~to_device(mask, like.device), -torch.inf)
 
 
 def _plan_bshd(spec: MaskSpec, like: Tensor) -> GroupedPlan:

@@ -5,6 +5,7 @@ The module does not import torch at its top, so that the processes can start whi
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from engines.batch.balance import balance_costs
-from engines.batch.samples import Completions, make_seed
+from engines.batch.samples import make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot
@@ -24,7 +25,7 @@ from rlworker.cluster.workers import RolloutWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from engines.batch.samples import Request
+    from engines.batch.samples import Completion, Request
     from engines.vllm.tools import ToolCalls
 
 
@@ -109,7 +110,9 @@ class Rollouts:
         """
         self._note, self._send_weights = note, send_weights
 
-    def sample(self, requests: Sequence[Request], stream: tuple[int, ...], equal_shares: bool = False) -> Completions:
+    def sample(
+        self, requests: Sequence[Request], stream: tuple[int, ...], equal_shares: bool = False
+    ) -> list[Completion]:
         """Sample the completions of all requests, and return them in the order of the requests, once the last is done.
 
         The same requests, weights and stream give the same numbers, bit for bit.
@@ -234,8 +237,8 @@ def _name_engine(index: int) -> str:
 
 
 def restore_requests(
-    answers: Sequence[Completions], parts: Sequence[Sequence[int]], counts: Sequence[int]
-) -> Completions:
+    answers: Sequence[Sequence[Completion]], parts: Sequence[Sequence[int]], counts: Sequence[int]
+) -> list[Completion]:
     """Put the answers of several engines into the order of the requests.
 
     Args:
@@ -243,13 +246,9 @@ def restore_requests(
         parts: numbers of the requests of each engine.
         counts: ``[R]``, number of completions of each of the R requests.
     """
-    order = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])  # [R], as they were answered
-    sizes = np.asarray(counts, dtype=np.int64)
-    starts = np.empty(len(order), np.int64)  # [R], where the completions of each begin among the answers
-    starts[order] = np.cumsum(sizes[order]) - sizes[order]
-    return Completions.concatenate(answers).gather(
-        np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
-    )
+    answered = iter([completion for answer in answers for completion in answer])
+    of_request = {request: list(islice(answered, counts[request])) for part in parts for request in part}
+    return [completion for request in range(len(counts)) for completion in of_request[request]]
 
 
 def deal_requests(requests: Sequence[Request], engines: int) -> list[list[int]]:

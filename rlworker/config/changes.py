@@ -1,6 +1,7 @@
 """Settings as dotted keys, and the check of settings that change when a run is resumed."""
 
 import json
+from collections.abc import Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,22 @@ def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_changes(folder: Path, config: TrainingConfig) -> Changes:
+def read_changes(folder: Path, config: TrainingConfig, movable: Set[str] = frozenset()) -> Changes:
     """Read the settings that a run folder has stored, and return those that differ from ``config``, to resume the run.
+
+    Args:
+        movable: settings whose path may change, since digests compare the content of their files.
 
     Raises:
         ValueError: as for ``read_differences``, or a changed setting belongs to the run and must not change.
     """
     changes = read_differences(folder, config)
-    _check_changes(changes, config, str(folder))
+    moved = set()
+    for key in changes.keys() & movable:
+        before, now = changes[key]
+        if before and now and (isinstance(before, str) or before.keys() == now.keys()):  # a path, or paths by name
+            moved.add(key)
+    _check_changes({key: change for key, change in changes.items() if key not in moved}, config, str(folder))
     return changes
 
 

@@ -292,11 +292,6 @@ class RunConfig(TrainingConfig):
         """Tell whether the limit on the mean |rollout - trainer logprob| is measured when the run begins."""
         return self.limits.logprob_diff_mean is None and not self._is_fp32
 
-    def check_trains(self) -> None:
-        """Raise ValueError if ``evaluate`` is set, with which nothing is trained."""
-        if self.evaluate:
-            raise ValueError("config: evaluate is set, and Trainer only trains; leave --evaluate out, or call launch")
-
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:
         """Return the mean and largest |rollout - trainer logprob| beyond which the run ends; in bfloat16 the mean
         follows from ``floor``, the mean difference of the first weights, or None if it was not measured."""

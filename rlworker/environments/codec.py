@@ -96,13 +96,10 @@ class Codec:
         texts = self.decode_all(samples)
         if self.stop_texts:
             heads = self.decode_all([ids[:-1] for ids in samples])  # a stop text ends within the last token
-            texts = [self._cut_stop(*pair) for pair in zip(texts, heads, strict=True)]
+            for place, (text, head) in enumerate(zip(texts, heads, strict=True)):
+                found = [text.find(stop, max(0, len(head) - len(stop) + 1)) for stop in self.stop_texts]
+                texts[place] = text[: min((start for start in found if start >= 0), default=len(text))]
         return texts
-
-    def _cut_stop(self, text: str, head: str) -> str:
-        """Cut a text before a stop text that ends past ``head``, which its last token follows."""
-        found = [text.find(stop, max(0, len(head) - len(stop) + 1)) for stop in self.stop_texts]
-        return text[: min((place for place in found if place >= 0), default=len(text))]
 
     def decode_samples(self, samples: Sequence[np.ndarray]) -> list[str]:
         """Decode samples for a parser of tool calls: with special tokens, except the stop token that ended each."""

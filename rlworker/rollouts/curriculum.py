@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,9 @@ class Curriculum:
     def __init__(self, config: RunConfig, rows: Sequence[Row], sizes: Sequence[int]):
         self.config, self.seed = config.curriculum, config.seed
         sources = self.config.weigh_sources(config.data.train)
-        self.names, self.weights = _name_sources(sources), list(sources.values())
+        stems = [Path(path).stem for path in sources]
+        names = stems if len(set(stems)) == len(stems) else sources
+        self.names, self.weights = [name.replace("/", ":") for name in names], list(sources.values())
         self.bounds = np.asarray([*self.config.buckets] or [np.inf])
         self.bucket_weights = [*self.config.buckets.values()] or [1.0]
         self.source = np.repeat(np.arange(len(sizes)), sizes)
@@ -74,12 +76,10 @@ class Curriculum:
         self.window: deque[float] = deque(maxlen=WINDOW)
         self.source_credits = [0.0] * len(self.spans)
         self.bucket_credits = [[0.0] * buckets for _ in self.spans]
-        self.queues = [[_Queue(self._shuffle(*place, 0)) for place in places] for places in self._list_places()]
+        sources = range(len(self.spans))
+        self.queues = [[_Queue(self._shuffle(source, number, 0)) for number in range(buckets)] for source in sources]
         self.picks: dict[int, list[int]] = {}
         self.noted: list[tuple[int, float]] = []
-
-    def _list_places(self) -> list[list[tuple[int, int]]]:
-        return [[(source, bucket) for bucket in range(len(self.bucket_weights))] for source in range(len(self.spans))]
 
     def _read_buckets(self, rows: Sequence[Row]) -> np.ndarray:
         """Read the bucket of each row, ``[n]``."""
@@ -167,11 +167,12 @@ class Curriculum:
 
     def _find_next(self, source: int, bucket: int, taken: np.ndarray) -> int:
         """Find the next row of a source and bucket; those left out that come before it are passed over."""
-        queue = self.queues[source][bucket]
+        queue, (low, high) = self.queues[source][bucket], self.config.pass_rates
         while True:
             rows = queue.rows[queue.place : queue.place + _STRETCH]
             due = self._find_members(rows)[:, bucket] & ~taken[rows]
-            kept = due & (~self._are_left_out(rows) | (self.passed_over[rows] >= RETURNS_AFTER))
+            left_out = (self.rates[rows] < low) | (self.rates[rows] > high)  # a row without a rate is neither
+            kept = due & (~left_out | (self.passed_over[rows] >= RETURNS_AFTER))
             first = int(kept.argmax()) if kept.any() else len(rows)
             self.passed_over[rows[:first][due[:first]]] += 1
             queue.place += first
@@ -185,12 +186,6 @@ class Curriculum:
 
     def _shuffle(self, source: int, bucket: int, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch, source, bucket]).permutation(self.spans[source])
-
-    def _are_left_out(self, rows: np.ndarray) -> np.ndarray:
-        """Tell which rows have a pass rate that leaves them out."""
-        low, high = self.config.pass_rates
-        rates = self.rates[rows]
-        return (rates < low) | (rates > high)  # without a rate neither
 
     # -- what was learned from
 
@@ -292,10 +287,3 @@ def _take_turn(credits: list[float], weights: Sequence[float]) -> int:
     chosen = max((number for number, weight in enumerate(weights) if weight), key=credits.__getitem__)
     credits[chosen] -= 1.0
     return chosen
-
-
-def _name_sources(paths: Iterable[str]) -> list[str]:
-    """Name sources for metrics: by the stem of their file, or by the whole path where stems are not unique."""
-    paths = list(paths)
-    stems = [Path(path).stem for path in paths]
-    return [name.replace("/", ":") for name in (stems if len(set(stems)) == len(stems) else paths)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 import ray
 
-from engines.batch.samples import Completion, Completions, Request, Sampling
+from engines.batch.samples import Completion, Request, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.watch import wait_until
 from rlworker.data.rows import Row
@@ -112,7 +112,7 @@ class RolloutLoop:
         self.environment_seconds += time.perf_counter() - self._queue.sampling_seconds - start
         return batch.groups
 
-    def sample_each(self, rows: Sequence[Row], sampling: Sampling) -> Completions:
+    def sample_each(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:
         """Sample one completion of each row's prompt, without an environment. Each engine gets equally many rows.
 
         These requests go before all others that have not begun.
@@ -123,7 +123,7 @@ class RolloutLoop:
         batch = RolloutBatch(next(self._batch_numbers), rows, sampling, True, has_episodes=False)
         self._call(lambda: self._open(batch))
         wait_until(lambda slice_s: self._wait(batch, slice_s))
-        return Completions.concatenate(batch.groups)
+        return [completion for group in batch.groups for completion in group]
 
     def forget(self, stream: tuple[int, ...]) -> None:
         """Forget all batches, and draw from the random numbers of ``stream`` from now on. Going back needs this."""
@@ -285,12 +285,11 @@ class RolloutLoop:
             members = range(group, group + batch.sampling.count)
             if all(self._states[member].trajectory for member in members):
                 place = (group - batch.first) // batch.sampling.count
-                trajectories = [self._states.collect(member) for member in members]
-                batch.add(place, TrajectoryGroup(batch.rows[place], trajectories))
+                batch.add(place, [self._states.collect(member) for member in members])
 
     # -- samples
 
-    def _take_samples(self, batch: RolloutBatch, number: int, completions: Completions) -> None:
+    def _take_samples(self, batch: RolloutBatch, number: int, completions: list[Completion]) -> None:
         if not batch.has_episodes:
             return batch.add(number, completions)
         if number not in self._states or (state := self._states[number]).trajectory:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Sampling
 from rlworker.cluster.rollout_group import Rollouts
@@ -21,7 +19,7 @@ from rlworker.errors import NothingScored, RunError
 from rlworker.rollouts.curriculum import Curriculum
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory, score_groups, summarise_groups
-from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
+from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup, has_zero_variance
 from rlworker.tracking.log import StepClock
 
 TRAINING, CANARY, STREAM, VALIDATION = range(4)
@@ -87,9 +85,9 @@ class RolloutManager:
             groups = self._draw_next(partial(self.phase, clock))
             self.rollouts_done += 1
             self._note_samples(groups, version)
-            rewards.append([group.rewards for group in groups])
+            rewards.append([[trajectory.reward for trajectory in group] for group in groups])
             for group in groups:
-                (zero_variance if further and group.has_zero_variance else kept_groups).append(group)
+                (zero_variance if further and has_zero_variance(group) else kept_groups).append(group)
             if len(kept_groups) >= config.prompts_per_step:
                 break
         drawn_groups = kept_groups + zero_variance
@@ -105,7 +103,8 @@ class RolloutManager:
         if not config.rollout.staleness:
             metrics["time_environment"] = self.loop.environment_seconds - environment_s
         groups = kept_groups[: config.prompts_per_step]
-        return groups if any(group.completions.lengths.any() for group in groups) else [], metrics
+        completions = (completion for group in groups for one in group for completion in one.completions)
+        return groups if any(len(completion.token_ids) for completion in completions) else [], metrics
 
     def score_greedy(self, rows: list[Row]) -> Scores:
         """Run one episode of each row at temperature 0, and return their rewards and failures."""
@@ -183,7 +182,7 @@ class RolloutManager:
 
     def pick(self, groups: Sequence[TrajectoryGroup]) -> list[dict]:
         """Describe the first trajectory of the first few groups, as ``rollouts`` of a run folder stores them."""
-        return [describe_trajectory(group.trajectories[0], self.codec) for group in groups[:SAMPLES_KEPT]]
+        return [describe_trajectory(group[0], self.codec) for group in groups[:SAMPLES_KEPT]]
 
     def make_sampling(self, count: int, use: int = TRAINING, draw: int | None = None) -> Sampling:
         """Make the sampling settings of a rollout, with ``count`` completions for each prompt.
@@ -242,14 +241,14 @@ class RolloutManager:
 
     def _note_samples(self, groups: Sequence[TrajectoryGroup], version: int) -> None:
         """Take note of the lengths of samples, which are all of weights of ``version``, or as stale as they may be."""
-        versions = {int(each) for group in groups for each in np.unique(group.completions.span_versions)}
+        completions = [completion for group in groups for one in group for completion in one.completions]
+        versions = {version for completion in completions for version, _ in completion.spans}
         stale = self.config.rollout.staleness
         if versions - set(range(version - stale, version + 1)):
             expected = f"{version - stale} to {version}" if stale else f"{version} alone"
             raise RunError(f"rollout: samples of weights {sorted(versions)}, expected version {expected}")
-        lengths = [group.completions.lengths for group in groups]
-        if count := sum(map(len, lengths)):
-            mean = int(sum(each.sum() for each in lengths)) / count
+        if completions:
+            mean = sum(len(completion.token_ids) for completion in completions) / len(completions)
             self.completion_tokens += _NEWEST_SHARE * (mean - self.completion_tokens)
 
 

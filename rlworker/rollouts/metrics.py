@@ -9,7 +9,7 @@ import torch
 
 from rlworker.environments.codec import Codec
 from rlworker.environments.record import Trajectory
-from rlworker.rollouts.trajectory import TrajectoryGroup
+from rlworker.rollouts.trajectory import TrajectoryGroup, has_zero_variance
 
 SAMPLES_KEPT = 8
 """Most samples that are stored of a step."""
@@ -73,7 +73,7 @@ class Scores:
 def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
     """Collect the rewards ``[P * G]`` and the failures of P groups of G episodes."""
     failures, examples = Counter(), []
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group]
     for trajectory in trajectories:
         if trajectory.failure:
             kind, message = trajectory.failure
@@ -87,11 +87,11 @@ def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
 
 def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Compute the metrics of all groups that a step has drawn: rewards, lengths, turns and zero-variance groups."""
-    lengths = np.concatenate([group.completions.lengths for group in groups])
-    finished = np.concatenate([group.completions.finished for group in groups])
-    rewards = torch.tensor([group.rewards for group in groups])
-    samples, zero_variance = rewards.numel(), sum(group.has_zero_variance for group in groups)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    completions = [completion for trajectory in trajectories for completion in trajectory.completions]
+    lengths = np.asarray([len(completion.token_ids) for completion in completions], np.int64)
+    rewards = torch.tensor([[trajectory.reward for trajectory in group] for group in groups])
+    samples, zero_variance = rewards.numel(), sum(map(has_zero_variance, groups))
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
@@ -99,7 +99,7 @@ def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "zero_variance_groups": zero_variance,
         "zero_variance_share": zero_variance / len(groups),
         "completion_tokens": int(lengths.sum()) / samples,
-        "truncated": int((~finished).sum()) / max(len(finished), 1),
+        "truncated": sum(not completion.finished for completion in completions) / max(len(completions), 1),
         "samples": samples,
     } | _summarise_episodes(trajectories, lengths)
 

@@ -11,7 +11,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from engines.batch.samples import Completions, Request, Sampling, make_seed
+from engines.batch.samples import Completion, Request, Sampling, make_seed
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.worker_pool import POLL
@@ -79,7 +79,7 @@ class RequestQueue:
     def __init__(self, rollouts: Rollouts, stream: tuple[int, ...]):
         self._rollouts, self._stream, self._seeds = rollouts, stream, 0
         self._calls: dict[Any, _Call] = {}
-        self._finished: list[tuple[Key, Completions]] = []
+        self._finished: list[tuple[Key, list[Completion]]] = []
         self._engines = [_Engine(worker) for worker in rollouts.serving]
         self.reset(stream)
 
@@ -110,7 +110,7 @@ class RequestQueue:
             engine.add(key, request)
             self._ask(engine, [(key, request)])
 
-    def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
+    def collect(self, is_idle: bool) -> list[tuple[Key, list[Completion]]]:
         """Return the samples that have come since the last call, with their keys, without waiting for more.
 
         Raises:
@@ -189,7 +189,7 @@ class RequestQueue:
             reference = engine.worker.take.options(concurrency_group=POLL).remote(_TAKE_S)
             self._calls[reference] = _Call(engine, partial(self._note_taken, engine), _ignore)
 
-    def _note_taken(self, engine: _Engine, taken: list[tuple[Key, Completions | Exception]]) -> None:
+    def _note_taken(self, engine: _Engine, taken: list[tuple[Key, list[Completion] | Exception]]) -> None:
         engine.is_polled = False
         for key, answer in taken:
             if not engine.drop(key):

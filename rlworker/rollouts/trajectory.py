@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from engines.batch.places import drop_firsts
-from engines.batch.samples import Completions, Sampling
+from engines.batch.samples import Completion, Sampling
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
 
@@ -22,29 +21,8 @@ if TYPE_CHECKING:
 Key = tuple[int, int]
 """Name of a request: number of its rollout batch; then number of the episode, or of the prompt's first episode, or of
 the row where no environment runs."""
-
-
-@dataclass(frozen=True)
-class TrajectoryGroup:
-    """A prompt with the trajectories of its G episodes."""
-
-    row: Row
-    trajectories: list[Trajectory]
-
-    @cached_property
-    def completions(self) -> Completions:
-        """The samples of all turns, episode by episode."""
-        return Completions.join([one for trajectory in self.trajectories for one in trajectory.completions])
-
-    @property
-    def rewards(self) -> list[float]:
-        """The reward ``[G]`` of each episode, summed over its turns."""
-        return [trajectory.reward for trajectory in self.trajectories]
-
-    @property
-    def has_zero_variance(self) -> bool:
-        """Tell whether the group has several episodes, all with the same reward: none is better than another."""
-        return len(self.trajectories) > 1 and len(set(self.rewards)) == 1
+TrajectoryGroup = list[Trajectory]
+"""The trajectories of a prompt's G episodes."""
 
 
 @dataclass(eq=False)
@@ -82,6 +60,11 @@ class RolloutBatch:
         return self._missing == 0
 
 
+def has_zero_variance(group: TrajectoryGroup) -> bool:
+    """Tell whether the group has several episodes, all with the same reward: none is better than another."""
+    return len(group) > 1 and len({trajectory.reward for trajectory in group}) == 1
+
+
 def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = None) -> TrainBatch:
     """Make a batch of the trajectories of some groups: every sequence of a trajectory becomes a sequence of the batch.
 
@@ -92,12 +75,13 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
         vision: description of a model that sees images; None for text.
 
     Raises:
-        ValueError: the image tokens of a sequence do not match its images, or only some samples have the likeliest ids.
+        ValueError: the image tokens of a sequence do not match its images, or only some samples have logprobs, or
+            those of the likeliest ids.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group]
     counts = [len(trajectory.sequences) for trajectory in trajectories]
     episode = np.repeat(np.arange(len(trajectories)), counts)  # [B], of each sequence
-    group = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])[episode]
+    group = np.repeat(np.arange(len(groups)), [len(group) for group in groups])[episode]
     sequences = [
         # Of one without samples the first id alone, which has no target.
         sequence if any(segment.turn != CONTEXT for segment in sequence) else [Segment(sequence[0].token_ids[:1])]
@@ -113,7 +97,7 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
     token_ids = np.concatenate([arrays[id(segment.token_ids)] for segment in segments])  # [M], as all columns of ids
     turns = np.repeat(np.asarray([segment.turn for segment in segments], np.int32), lengths)
     sampled = turns != CONTEXT
-    targets = _place_samples(Completions.concatenate([group.completions for group in groups]), sampled)
+    targets = _place_samples([completion for one in trajectories for completion in one.completions], sampled)
     rewards, turn_rewards = _place_rewards(trajectories, sequences, len(sampled))
     columns = {"rewards": rewards.astype(np.float32), "group": group}
     if len(sequences) > len(trajectories) or turns[sampled].any():
@@ -131,7 +115,7 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
 
 
 def to_batch(
-    rows: Sequence[Row], completions: Completions, rewards: Sequence[float], vision: VisionSpec | None = None
+    rows: Sequence[Row], completions: Sequence[Completion], rewards: Sequence[float], vision: VisionSpec | None = None
 ) -> TrainBatch:
     """Make a batch of P prompts with their completions and rewards, both ``[P * G]``, as episodes of one turn.
 
@@ -151,22 +135,40 @@ def to_batch(
         row = rows[place // size]
         segments = Segment(row.prompt_ids, images=row.images), Segment(completion.token_ids, 0, (), completion)
         trajectories.append(Trajectory(row, (segments,), ((0, reward),)))
-    parts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    return batch_groups([TrajectoryGroup(row, part) for row, part in zip(rows, parts, strict=True)], vision)
+    return batch_groups([trajectories[start : start + size] for start in range(0, len(trajectories), size)], vision)
 
 
-def _place_samples(completions: Completions, sampled: np.ndarray) -> dict[str, np.ndarray]:
-    """Place the numbers of sampled ids at these, ``[M]`` bool: columns ``[M]`` and ``[M, k]`` by the batch's names."""
-    size = len(sampled)
+def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> dict[str, np.ndarray]:
+    """Place the numbers of sampled ids at these, ``[M]`` bool: columns ``[M]`` and ``[M, k]`` by the batch's names.
+
+    Raises:
+        ValueError: as ``batch_groups``.
+    """
+    size, tokens = len(sampled), int(sampled.sum())
     columns = {"rollout_logprobs": np.zeros(size, np.float32), "versions": np.full(size, -1, np.int32)}
-    if len(completions.logprobs):  # none where they were drawn greedily
-        columns["rollout_logprobs"][sampled] = completions.logprobs
-    columns["versions"][sampled] = np.repeat(completions.span_versions, completions.span_lengths)
-    if completions.top_ids is not None and completions.top_logprobs is not None:
-        shape = size, completions.top_ids.shape[1]
-        top_ids, top_logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-        top_ids[sampled], top_logprobs[sampled] = completions.top_ids, completions.top_logprobs
-        columns |= dict(rollout_top_ids=top_ids, rollout_top_logprobs=top_logprobs)
+    logprobs = [completion.logprobs for completion in completions]
+    scored = sum(map(len, logprobs))
+    top = [(one.top_ids, one.top_logprobs) for one in completions if one.top_ids is not None]
+    if scored not in (0, tokens):
+        raise ValueError(
+            f"completions: {tokens} sampled ids and logprobs of {scored}, expected of all or of none; draw all "
+            "completions of a batch greedily or none"
+        )
+    if len(top) not in (0, len(completions)):
+        raise ValueError(
+            f"completions: {len(top)} of {len(completions)} have the logprobs of the likeliest ids, expected all or "
+            "none; draw all completions of a batch with the same top_logprobs"
+        )
+    if scored:  # none where they were drawn greedily
+        columns["rollout_logprobs"][sampled] = np.concatenate(logprobs)
+    spans = np.asarray([span for completion in completions for span in completion.spans], np.int64).reshape(-1, 2)
+    columns["versions"][sampled] = np.repeat(spans[:, 0], spans[:, 1])
+    if top:
+        kinds = ("rollout_top_ids", -1, np.int32), ("rollout_top_logprobs", -np.inf, np.float32)
+        for (name, blank, kind), parts in zip(kinds, zip(*top, strict=True), strict=True):
+            found = np.concatenate(parts)
+            columns[name] = np.full((size, found.shape[1]), blank, kind)
+            columns[name][sampled] = found
     return columns
 
 

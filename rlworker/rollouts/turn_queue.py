@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from ray.exceptions import RayError
 
-from engines.batch.samples import Completions, Request, Sampling
+from engines.batch.samples import Completion, Request, Sampling
 from rlworker.cluster.rollout_group import Rollouts
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TurnQueue:
         gone = set(keys)
         self._held = [one for one in self._held if one[0] not in gone]
 
-    def collect(self, is_idle: bool) -> list[tuple[Key, Completions]]:
+    def collect(self, is_idle: bool) -> list[tuple[Key, list[Completion]]]:
         """Sample all held requests, in order of their keys, if no episode runs (``is_idle``); else return none."""
         if not (is_idle and self._held):
             return []
@@ -64,10 +64,9 @@ class TurnQueue:
         requests = [request for _, request in held]
         stream = self._stream if self._starts_rows and not self._turn else (*self._stream, self._turn)
         start = time.perf_counter()
-        completions, self._turn = self._rollouts.sample(requests, stream), self._turn + 1
+        completions, self._turn = iter(self._rollouts.sample(requests, stream)), self._turn + 1
         self.sampling_seconds += time.perf_counter() - start
-        bounds = np.concatenate([[0], np.cumsum([request.sampling.count for request in requests])]).tolist()
-        return [(key, completions[a:b]) for (key, _), a, b in zip(held, bounds, bounds[1:], strict=False)]
+        return [(key, list(islice(completions, request.sampling.count))) for key, request in held]
 
     def parse_tools(
         self, texts: Sequence[str], parser: str, tools: list, then: Callable[[Any], None], otherwise: Callable[[], None]

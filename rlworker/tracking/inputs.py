@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from rlworker.tracking.step_lines import write_whole
 Digests = dict[str, dict[str, str]]
 """Name of an input ("actor", "data.train") -> part of it, mostly a file -> digest of the part."""
 INPUTS = "inputs.json"
+_MODELS = {"model": "actor", "algorithm.reference": "reference", "critic.model": "critic"}
+"""Setting that names a model -> its role."""
 _HUB = "hub"
 """Name of the input that lists the models of the hub: name -> commit."""
 
@@ -57,6 +59,8 @@ class Inputs:
     ) -> None:
         """Compare inputs with those that the run began with; of a new run, keep their digests for ``write``.
 
+        Rows may stand at another path than before, in files of other names but of the same digests and order.
+
         Args:
             data: settings of the data; the rows' files are read unless they were held before.
             models: role -> model.
@@ -73,14 +77,22 @@ class Inputs:
         paths |= {f"curriculum.sources {path}": path for path in sources if path != data.train}
         paths |= {f"data.heldout_sets {name}": path for name, path in data.heldout_sets.items()}
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
-        found |= _digest_models(models or {}) | _digest_images(rows)
-        if changes := list(_list_changes(self._read(), found)):
+        recorded = self._read()
+        found |= _digest_models(models or {}, recorded) | _digest_images(rows)
+        if changes := list(_list_changes(recorded, found)):
             raise ValueError(
                 f"run_dir: {str(self._folder)!r} cannot be resumed with another model or other data: "
                 f"{'; '.join(changes)}. Put back the old model and data, or start a new run from its weights: "
                 f"--run-dir ANOTHER --model {self._folder}/checkpoints/step_N/hf"
             )
         self._held |= found
+
+    def list_movable(self) -> set[str]:
+        """List the settings that name an input with a digest: a run goes on where they name the same at another
+        path."""
+        recorded = self._read()
+        rows = {name.partition(" ")[0] for name in recorded if name.startswith("data.")}
+        return rows | {setting for setting, role in _MODELS.items() if role in recorded}
 
     def write(self) -> str:
         """Write the digests of the held inputs into the run folder; returns a note if the run had no digests before."""
@@ -137,9 +149,9 @@ def _digest_images(rows: Sequence[Any]) -> Digests:
     )
 
 
-def _digest_models(models: Mapping[str, ModelSpec]) -> Digests:
-    """Digest the files of models; for a model in the hub's cache its commit suffices."""
-    folders = {model.folder for model in models.values() if not name_snapshot(model.folder)[0]}
+def _digest_models(models: Mapping[str, ModelSpec], recorded: Container[str]) -> Digests:
+    """Digest the files of models; for a model in the hub's cache its commit suffices, unless its role has digests."""
+    folders = {model.folder for role, model in models.items() if role in recorded or not name_snapshot(model.folder)[0]}
     of_folder = {folder: _spell_digests(digest_files(folder, list_model_files(folder))) for folder in folders}
     return {role: of_folder[model.folder] for role, model in models.items() if model.folder in folders}
 
@@ -147,6 +159,8 @@ def _digest_models(models: Mapping[str, ModelSpec]) -> Digests:
 def _list_changes(before: Digests, now: Digests) -> Iterator[str]:
     for name in sorted(before.keys() & now.keys()):
         old, new = before[name], now[name]
+        if name.startswith("data.") and [*old.values()] == [*new.values()]:
+            continue  # the same rows, at another path where the files' names differ
         for part in sorted(old.keys() | new.keys()):
             if (was := old.get(part, "not there")) != (found := new.get(part, "not there")):
                 yield f"{name} {part} was {was}, is {found}"

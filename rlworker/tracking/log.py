@@ -124,8 +124,11 @@ class RunLog:
             self._trackers.step(step, metrics)
             self._tracked = step
         self._had |= metrics.keys()
-        columns = (column for column in self._line if column[1] in self._had)
-        fields = (f"{label} {_format_number(metrics.get(key), form)}" for label, key, form in columns)
+        fields = []
+        for label, key, form in self._line:
+            if key in self._had:
+                blanks = " " * int(form.partition(".")[0])  # of a metric that this step has not
+                fields.append(f"{label} {format(metrics[key], form) if key in metrics else blanks}")
         time_left = self._estimate_left(step, metrics.get("time_step"))
         LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {time_left}")
         self._bar.n = step
@@ -173,11 +176,6 @@ class RunLog:
         self._bar.close()
         self._metrics.close()
         self._trackers.close()
-
-
-def _format_number(number: float | None, form: str) -> str:
-    """Format a number, or as many blanks where there is none."""
-    return " " * int(form.partition(".")[0]) if number is None else format(number, form)
 
 
 def make_cells(table: list[dict]) -> list[list[str]]:

@@ -101,7 +101,7 @@ class RunFolder:
         """List the settings that differ from the run's; raises ValueError where they would make it another run."""
         from rlworker.config.changes import read_changes  # a new run has none
 
-        return read_changes(self.path, config)
+        return read_changes(self.path, config, self.inputs.list_movable())
 
     def claim(self, config: TrainingConfig) -> None:
         """Lock the folder for this run until ``release`` or the end of this process. Call it before anything else

@@ -78,7 +78,8 @@ class Trainer(Run[RunConfig]):
         stop: Stop | None = None,
         trackers: Sequence[Tracker] = (),
     ):
-        config.check_trains()
+        if config.evaluate:
+            raise ValueError("config: evaluate trains nothing, and this program trains; it is launch that evaluates")
         super().__init__(config, folder, stop, trackers)
         self.score = Score(config.choose_metric(), +1)
         self.environment = make_environment(environment)
@@ -130,8 +131,7 @@ class Trainer(Run[RunConfig]):
         pool = self.start_processes(ProcessPool(self.environment, self.codec, *processes))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
-        parts = self.environment, pool, self.rollouts, self.codec
-        loop = self.running.enter_context(running_loop(config, *parts))
+        loop = self.running.enter_context(running_loop(config, self.environment, pool, self.rollouts, self.codec))
         if config.recovery.restarts:
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
             loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
@@ -172,7 +172,7 @@ class Trainer(Run[RunConfig]):
             batch = replay_support(batch)
         if self.config.algorithm.samples_greedily:
             with self._phase(clock, "greedy"):
-                rewards = self.manager.score_greedy([group.row for group in groups]).values
+                rewards = self.manager.score_greedy([group[0].row for group in groups]).values
             batch = replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
         with self._phase(clock, "logprobs"):
             batch = self._add_logprobs(batch)

@@ -165,8 +165,8 @@ def _describe(validation: Validation, codec: Codec) -> Sequence[dict]:
     lines = []
     for each in validation.sets:
         for row, greedy in enumerate(each.greedy):
-            sampled = each.sampled[row].trajectories if each.sampled else []
-            for place, trajectory in enumerate([*greedy.trajectories, *sampled]):
+            sampled = each.sampled[row] if each.sampled else []
+            for place, trajectory in enumerate([*greedy, *sampled]):
                 line = {"set": each.name, "row": row, "drawn": "sampled" if place else "greedy"}
                 lines.append(line | {"voted": trajectory.answer} | describe_trajectory(trajectory, codec))
     return lines

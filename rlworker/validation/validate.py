@@ -75,7 +75,7 @@ def validate(manager: RolloutManager, rows: Mapping[str, list[Row]]) -> Validati
 
 def _tabulate(validated: ValidatedSet, config: RunConfig) -> Iterator[dict]:
     """Tabulate a set, and each of its sources where they are several."""
-    sources = [str(group.row.source.get(SOURCE) or "(none)") for group in validated.greedy]
+    sources = [str(group[0].row.source.get(SOURCE) or "(none)") for group in validated.greedy]
     names = sorted(set(sources))
     for source in ["", *names] if len(names) > 1 else [""]:
         rows = [row for row, own in enumerate(sources) if not source or own == source]
@@ -95,15 +95,15 @@ def _list_metrics(table: Sequence[Mapping]) -> dict[str, float]:
 
 def _average(groups: Sequence[TrajectoryGroup]) -> float:
     """Average the rewards of some prompts' episodes."""
-    rewards = [reward for group in groups for reward in group.rewards]
+    rewards = [trajectory.reward for group in groups for trajectory in group]
     return sum(rewards) / len(rewards)
 
 
 def _estimate(groups: Sequence[TrajectoryGroup], config: RunConfig) -> dict[str, float]:
     """Average mean@n and pass@k over prompts, and maj@k where the environment finds answers."""
     samples = config.validation.samples
-    rights = [[reward >= config.validation.right_from for reward in group.rewards] for group in groups]
-    answers = [[one.answer.strip() for one in group.trajectories] for group in groups]
+    rights = [[one.reward >= config.validation.right_from for one in group] for group in groups]
+    answers = [[one.answer.strip() for one in group] for group in groups]
     found, sizes = {f"mean_at_{samples}": _average(groups)}, list_sizes(samples)
     for size in sizes:
         found[f"pass_at_{size}"] = sum(estimate_pass(right, size) for right in rights) / len(groups)

@@ -32,7 +32,7 @@ from timing import make_parser, write_figures
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from engines.batch.samples import Completions, Request, Sampling
+from engines.batch.samples import Completion, Request, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM
@@ -47,9 +47,9 @@ from rlworker.environments import Episode, one_turn
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.rollouts.manager import RolloutManager
+from rlworker.rollouts.running import running_loop, set_limits
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import StepClock
-from rlworker.trainers.run_processes import running_loop, set_limits
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
@@ -62,14 +62,18 @@ STEPS = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (256, 8, 16))
 PROMPT_TOKENS, VOCAB, STREAM = 20, 1024, (7,)
 
 
-def poll(rollouts: Rollouts, requests: list[Request]) -> Completions:
+def poll(rollouts: Rollouts, requests: list[Request]) -> list[Completion]:
     """Hand requests in and take them as they finish."""
     (worker,) = rollouts.workers
     ray.get(worker.submit.remote(list(enumerate(requests))))
     taken = {}
     while len(taken) < len(requests):
         taken |= dict(ray.get(worker.take.options(concurrency_group=POLL).remote(60.0)))
-    return Completions.concatenate([taken[key] for key in range(len(requests))])
+    return [completion for key in range(len(requests)) for completion in taken[key]]
+
+
+def count_tokens(completions: list[Completion]) -> int:
+    return sum(len(completion.token_ids) for completion in completions)
 
 
 def measure_sharing(folder: Path) -> list[dict]:
@@ -88,7 +92,7 @@ def measure_sharing(folder: Path) -> list[dict]:
         medians = measure(
             calls,
             [*first.workers, *second.workers],
-            lambda results: {len(found.token_ids) for found in results.values()} == {lengths},
+            lambda results: {count_tokens(found) for found in results.values()} == {lengths},
         )
         return list_rows(size, medians)
 
@@ -139,9 +143,9 @@ def measure_rounds(rollouts: Rollouts, size: tuple[int, int, int]) -> list[dict]
         "loop": lambda: poll(rollouts, single),
     }
 
-    def are_alike(results: dict[str, Completions]) -> bool:
+    def are_alike(results: dict[str, list[Completion]]) -> bool:
         same = results["prompts"] == results["samples"]
-        return same and len(results["loop"].token_ids) == len(results["samples"].token_ids)
+        return same and count_tokens(results["loop"]) == count_tokens(results["samples"])
 
     return list_rows(size, measure(calls, rollouts.workers, are_alike))
 

@@ -14,7 +14,7 @@ from support.rollout_workers import Prompt
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions
+from engines.batch.samples import Completion
 from engines.batch.shard import TokenOutputs, join_outputs
 from engines.interfaces import LossFn
 from engines.models.spec import ModelSpec
@@ -85,7 +85,7 @@ def compute_logprobs(model, batch: TrainBatch, temperature: float = 1.0, spec: M
     return torch.cat([score_tokens(logits, part.targets, banned, temperature).logprobs for part, logits in runs])
 
 
-def make_batch(prompts: Sequence[Prompt], completions: Completions, spec: ModelSpec | None = None) -> TrainBatch:
+def make_batch(prompts: Sequence[Prompt], completions: list[Completion], spec: ModelSpec | None = None) -> TrainBatch:
     """Lay sampled completions ``[P * count]`` behind their prompts; ``mask`` has the sampled tokens.
 
     Args:
@@ -96,14 +96,18 @@ def make_batch(prompts: Sequence[Prompt], completions: Completions, spec: ModelS
 
 
 def measure_differences(
-    model, prompts: Sequence[Prompt], completions: Completions, temperature: float = 1.0, spec: ModelSpec | None = None
+    model,
+    prompts: Sequence[Prompt],
+    completions: list[Completion],
+    temperature: float = 1.0,
+    spec: ModelSpec | None = None,
 ) -> Tensor:
     """Compare the logprobs that tokens were sampled with: ``|rollout - HuggingFace|`` of each sampled token."""
     batch = make_batch(prompts, completions, spec)
     return (batch.rollout_logprobs - compute_logprobs(model, batch, temperature, spec))[batch.mask].abs()
 
 
-def measure_versions(models: dict, prompts: Sequence[Prompt], completions: Completions, spec=None) -> dict:
+def measure_versions(models: dict, prompts: Sequence[Prompt], completions: list[Completion], spec=None) -> dict:
     """Compare as ``measure_differences`` does, each token under the weights that it says it was sampled by.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from engines.batch.samples import Completion, Completions, Image, Request, Sampling
+from engines.batch.samples import Completion, Image, Request, Sampling
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import pack_buckets
 
@@ -30,7 +30,7 @@ def ask(method, *args) -> Any:
     return ray.get(method.remote(*args))
 
 
-def draw(worker, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+def draw(worker, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
     """Have a worker sample completions of prompts, by the stream's own seed."""
     return ask(worker.sample, make_requests(prompts, sampling), sampling.seed)
 
@@ -97,17 +97,23 @@ def take(worker, count: int) -> dict[Any, Any]:
     return taken
 
 
-def update_in_flight(worker, requests: Sequence[Request], tokens: int, weights) -> Completions:
+def update_in_flight(worker, requests: Sequence[Request], tokens: int, weights) -> list[Completion]:
     """Sample requests with new weights from about the token of this number on."""
     begin(worker, requests, tokens)
     send(worker, weights, 20_000)
     taken = take(worker, len(requests))
-    return Completions.concatenate([taken[key] for key in range(len(requests))])
+    return [completion for key in range(len(requests)) for completion in taken[key]]
+
+
+def list_spans(completions: Iterable[Completion]) -> tuple[list[int], list[int]]:
+    """List the version of each span of completions, and its length."""
+    versions, lengths = zip(*(span for completion in completions for span in completion.spans), strict=True)
+    return list(versions), list(lengths)
 
 
 def make_completion(ids: Sequence[int], logprobs: Sequence[float] = (), version: int = 0) -> Completion:
     return Completion(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), True, ((version, len(ids)),))
 
 
-def make_completions(*parts: tuple) -> Completions:
-    return Completions.join([make_completion(*part) for part in parts])
+def make_completions(*parts: tuple) -> list[Completion]:
+    return [make_completion(*part) for part in parts]

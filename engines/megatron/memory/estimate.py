@@ -73,19 +73,16 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     copied = model.tied and config.pp > 1
     parameters = []
     for name, weight in model.weights.items():
-        if _find_stage(name, model, config) == stage:
+        if name.startswith("decoder.layers."):
+            owner = int(name.split(".")[2]) // (model.layers // config.pp)
+        else:
+            owner = 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
+        if owner == stage:
             shared = copied and name == EMBEDDING
             parameters.append(Parameter(name, weight.cut_shape(config.tp), weight.part, shared))
     if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
         parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.tp), shared=True))
     return parameters
-
-
-def _find_stage(name: str, model: ModelSpec, config: MegatronConfig) -> int:
-    """Find the pipeline stage that has a parameter of the model."""
-    if name.startswith("decoder.layers."):
-        return int(name.split(".")[2]) // (model.layers // config.pp)
-    return 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
 
 
 def compute_rank_memory(

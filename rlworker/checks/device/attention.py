@@ -108,7 +108,10 @@ def compare_attention(
     sizes = {"cp": cp, "slots": slots, "sharing": sharing, "device": device}
     layouts = [Layout.build(lengths, kind, cp_rank=r, **sizes) for r in range(cp)]
     form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
-    alike = [[_share(x, lengths, sharing) for x in xs] for xs in (flats, exact)]
+    # A token that another one's slot holds is alike, without a gradient of its own.
+    holders = find_holding_tokens(lengths, sharing).to(device)
+    is_own = (holders == torch.arange(tokens, device=device))[:, None, None]
+    alike = [[torch.where(is_own, x, x.detach()[holders]) for x in xs] for xs in (flats, exact)]
     packed, exact_packed = ([[layout.pack(x) for x in xs] for layout in layouts] for xs in alike)
     gathered = [torch.cat([form(part[i]) for part in packed]) for i in (1, 2)]  # [cp * s, b, h, d], in thd [s, h, d]
     keys, values = (torch.cat([part[i] for part in exact_packed], dim=1) for i in (1, 2))
@@ -136,13 +139,6 @@ def find_holding_tokens(lengths: tuple[int, ...], sharing: Sharing | None) -> Te
     sequence, position = expand_counts(np.asarray(lengths))
     holder = MaskSpec("thd", lengths, lengths, sharing=sharing).find_holders(sequence, position)
     return torch.from_numpy((np.cumsum(lengths) - lengths)[holder] + position)
-
-
-def _share(flat: Tensor, lengths: tuple[int, ...], sharing: Sharing | None) -> Tensor:
-    """Let each token of ``[N, ...]`` that another one's slot holds be alike, without a gradient of its own."""
-    holders = find_holding_tokens(lengths, sharing).to(flat.device)
-    is_own = holders == torch.arange(len(flat), device=flat.device)
-    return torch.where(is_own[:, None, None], flat, flat.detach()[holders])
 
 
 def check_attention(device: Device) -> list[DeviceFinding]:

@@ -54,20 +54,16 @@ def serve(control: socket.socket) -> None:
                 limit_s, memory_mb, *sizes = HEADER.unpack(_receive(call, HEADER.size))
                 code = _receive(call, sizes[0])
                 if code not in functions:
-                    functions[code] = _load(code)
+                    try:
+                        functions[code] = pickle.loads(code), ""
+                    except BaseException as error:  # whatever the import of a module of the user's raises
+                        functions[code] = None, f"it cannot be loaded: {_describe(error)}"
                     gc.freeze()
             except EOFError:
                 continue  # given up
             if os.fork() == 0:
                 control.close()
                 _guard(call, functions[code], sizes[1], limit_s, memory_mb)
-
-
-def _load(code: bytes) -> Loaded:
-    try:
-        return pickle.loads(code), ""
-    except BaseException as error:  # whatever the import of a module of the user's raises
-        return None, f"it cannot be loaded: {_describe(error)}"
 
 
 def _guard(call: socket.socket, loaded: Loaded, size: int, limit_s: float, memory_mb: int) -> None:

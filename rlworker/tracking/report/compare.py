@@ -44,7 +44,7 @@ def write_comparison(folders: Sequence[Path], output: Path | None = None) -> Pat
         data=make_plots(runs, curves),
         names=list(runs),
         origin=_tabulate(records, describe_origin, differing=True),
-        settings=tabulate_differences(records),
+        settings=_tabulate(records, RunRecord.list_settings, differing=True),
         results=_tabulate(records, list_results, differing=False),
         at_rest=at_rest,
         samples=pair_samples(folders, min(run.last_step for run in records)),
@@ -69,11 +69,6 @@ def list_results(run: RunRecord) -> dict[str, float | str]:
     for name, (before, after, best, step) in tabulate_scores(run).items():
         results[name] = f"{before:.4g} to {after:.4g}, best {best:.4g} at step {step}"
     return results
-
-
-def tabulate_differences(runs: Sequence[RunRecord]) -> Table:
-    """List the settings that are not the same in all runs; ``-`` stands for a setting that a run lacks."""
-    return _tabulate(runs, lambda run: run.list_settings(), differing=True)
 
 
 def _tabulate(runs: Sequence[RunRecord], list_values: Callable[[RunRecord], dict], differing: bool) -> Table:

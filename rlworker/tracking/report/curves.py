@@ -269,7 +269,10 @@ def make_plots(runs: Mapping[str, RunRecord], curves: Sequence[Curve]) -> dict:
     plots: list[dict[str, Any]] = [asdict(curve) | {"stack": False} for curve in curves]
     most = MOST_LINES
     if len(runs) > 1:
-        plots = [one for plot in plots for one in _split_plot(plot)]
+        apart = [(plot, name, label) for plot in plots for name, label in plot["lines"].items()]
+        plots = [plot | {"lines": {name: label}, "band": False} for plot, name, label in apart]
+        for one, (plot, _, label) in zip(plots, apart, strict=True):
+            one["title"] += f": {label}" if len(plot["lines"]) > 1 else ""
         most = max(_FEWEST_LINES, 2 * MOST_LINES // len(runs))
     elif phases := list_phases(next(iter(runs.values())).steps):
         labels = {name: name.removeprefix("time_") for name in phases}
@@ -277,13 +280,6 @@ def make_plots(runs: Mapping[str, RunRecord], curves: Sequence[Curve]) -> dict:
         plots.append(asdict(Curve("Seconds of a step by phase", labels, good)) | {"stack": True})
     metrics = list(dict.fromkeys(name for plot in plots for name in plot["lines"]))
     return {"plots": plots, "runs": [_collect_numbers(name, run, metrics, most) for name, run in runs.items()]}
-
-
-def _split_plot(plot: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Split a plot into one for each of its lines."""
-    for name, label in plot["lines"].items():
-        title = f"{plot['title']}: {label}" if len(plot["lines"]) > 1 else plot["title"]
-        yield plot | {"title": title, "lines": {name: label}, "band": False}
 
 
 def _collect_numbers(run_name: str, run: RunRecord, metrics: Sequence[str], most: int) -> dict:
@@ -311,10 +307,6 @@ def _thin(lines: list[dict], name: str, stretches: list[range]) -> list[list | N
             values = [values[at] for at in sorted((values.index(min(values)), values.index(max(values))))]
         ends = min(2, len(stretch))
         places += range(place, place + len(values[:ends]))
-        numbers += map(_round, values[:ends])
+        numbers += [value if isinstance(value, int) else float(f"{value:.5g}") for value in values[:ends]]
         place += ends
     return [None if len(places) == place else places, numbers] if numbers else []
-
-
-def _round(value: float) -> float:
-    return value if isinstance(value, int) else float(f"{value:.5g}")

@@ -73,20 +73,16 @@ def write_page(path: Path, template: str, again: str, *, data: dict, **parts: An
     """
     if missing := _find_missing_package(again):
         raise ValueError(missing)
-    _write_library(path.with_name(LIBRARY))
+    if not (library := path.with_name(LIBRARY)).is_file():
+        from plotly.offline import get_plotlyjs  # it takes a fifth of a second, once in a folder
+
+        write_whole(library, get_plotlyjs())
     packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # a script ends at </
     templates = Environment(loader=PackageLoader("rlworker.tracking.report", "."), autoescape=True)
     html = templates.get_template(template).render(data=packed, library=LIBRARY, plots=data["plots"], **parts)
     # Samples may have halves of surrogates.
     write_whole(path, html.encode("utf-8", "xmlcharrefreplace").decode())
     return path
-
-
-def _write_library(path: Path) -> None:
-    if not path.is_file():
-        from plotly.offline import get_plotlyjs  # it takes a fifth of a second, once in a folder
-
-        write_whole(path, get_plotlyjs())
 
 
 def _find_missing_package(again: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from support import rollout_workers
 from support.huggingface import load_folder, measure_differences, measure_versions
 from support.models import VOCAB
-from support.rollout_workers import Prompt, ask, begin, draw, poll, resume, send, take, update_in_flight
+from support.rollout_workers import Prompt, ask, begin, draw, list_spans, poll, resume, send, take, update_in_flight
 
 from engines.batch.samples import Request, Sampling
 from engines.config import VllmConfig
@@ -97,8 +97,8 @@ def test_new_weights_in_flight_are_those_of_the_next_token(rollouts, folder, mea
         completions = update_in_flight(worker, make_requests(prompts, 200), 100, name_weights(new))
         if left:
             ask(worker.__ray_call__, leave_caches, False)
-        assert completions.span_versions.tolist() == [first, first + 1] * 8
-        assert completions.span_lengths.min() > 90
+        versions, lengths = list_spans(completions)
+        assert versions == [first, first + 1] * 8 and min(lengths) > 90
         before, after = measure_versions({first: old, first + 1: new}, prompts, completions).values()
         measured({"mean after, keys kept" if left else "mean after": float(after.mean())})
         measured({"mean before": float(before.mean()), "largest before": float(before.max())})
@@ -154,7 +154,7 @@ def test_what_is_given_up_is_free_and_a_poll_holds_nothing_up(rollouts):
     short = replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=2))
     ask(worker.submit, [("next", short)])
     ((key, completions),) = ray.get(waiting)
-    assert key == "next" and completions.lengths.tolist() == [2]
+    assert key == "next" and [len(completion.token_ids) for completion in completions] == [2]
     ask(worker.submit, [("long", Request(tuple(range(20, 90)) * 8, Sampling(1, 1.0, 2, (), ())))])
     (error,) = take(worker, 1).values()
     assert isinstance(error, ValueError) and "a request cannot be sampled: " in str(error) and "512" in str(error)
@@ -198,7 +198,8 @@ def test_new_weights_come_behind_what_vllm_computes_ahead(own, folder, measured)
     resume(own)
     ask(own.abort, range(8))
     completions = update_in_flight(own, requests, 100, name_weights(models[1]))
-    assert completions.span_versions.tolist() == [0, 1] * 8 and completions.span_lengths.min() > 90
+    versions, lengths = list_spans(completions)
+    assert versions == [0, 1] * 8 and min(lengths) > 90
     found = measure_versions(models, prompts, completions)
     measured({f"mean, version {version}": float(values.mean()) for version, values in found.items()})
     assert all(values.mean() <= 2e-6 and values.max() <= 1e-4 for values in found.values())

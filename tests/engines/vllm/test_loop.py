@@ -75,7 +75,7 @@ class CountingEngine:
         outputs, self.late = self.late, []
         return outputs
 
-    def read_answer(self, request, output):
+    def read_output(self, request, output):
         if request.fault == "read":
             raise RuntimeError("other tokens")
         return f"after {request.steps}"

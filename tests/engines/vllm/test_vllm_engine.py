@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences
@@ -11,7 +12,7 @@ from support.models import VOCAB
 from support.rollout_workers import Prompt, ask, draw, find_unlike, make_requests, send
 
 from engines.batch.batch import TrainBatch
-from engines.batch.samples import Completions, Sampling
+from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
@@ -83,7 +84,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(rollout, temperature):
         ended = sample.token_ids[-1] in STOP
         assert sample.finished == ended and (ended or len(sample.token_ids) == 8)
         assert not set(sample.token_ids[:-1]) & set(STOP)
-    assert completions.finished.any() and not completions.finished.all()
+    assert {sample.finished for sample in completions} == {True, False}
 
 
 @pytest.mark.large
@@ -94,20 +95,21 @@ def test_the_likeliest_tokens_are_the_whole_vocabularys_and_change_nothing(rollo
     model = load_folder(folder)
     send(worker, weights_of(model, tied))
     without = draw(worker, PROMPTS, sampling(temperature=temperature))
-    assert without.top_ids is None
+    assert all(sample.top_ids is None for sample in without)
     batch = make_batch(PROMPTS, without)
     log_p = torch.cat([logits[one.mask] for one, logits in iterate_logits(model, batch)]) / temperature
     log_p = log_p - log_p.logsumexp(-1, keepdim=True)
     for top in (1, 25, VOCAB):
         found = draw(worker, PROMPTS, replace(sampling(temperature=temperature), top_logprobs=top))
-        assert replace(found, top_ids=None, top_logprobs=None) == without
-        ids, logprobs = torch.from_numpy(found.top_ids).long(), torch.from_numpy(found.top_logprobs)
+        assert [replace(sample, top_ids=None, top_logprobs=None) for sample in found] == without
+        ids = torch.from_numpy(np.concatenate([sample.top_ids for sample in found])).long()
+        logprobs = torch.from_numpy(np.concatenate([sample.top_logprobs for sample in found]))
         assert ids.shape == (len(log_p), top) and all(len(set(row)) == top for row in ids.tolist())
         measured({"likeliest": float((log_p.topk(top)[0] - logprobs).abs().max())})
         assert float((log_p.topk(top)[0] - logprobs).abs().max()) <= 1e-5, "they are the largest, largest first"
         assert float((log_p.gather(-1, ids) - logprobs).abs().max()) <= 1e-5, "and theirs"
     greedy = draw(worker, PROMPTS, replace(sampling(count=1, temperature=0.0), top_logprobs=5))
-    assert greedy.top_ids is None and len(greedy.logprobs) == 0
+    assert all(sample.top_ids is None and len(sample.logprobs) == 0 for sample in greedy)
 
 
 def test_a_seed_repeats(rollout):
@@ -187,7 +189,8 @@ def test_given_tokens_are_scored_by_the_logits_as_they_are(rollout):
     version = send(worker, weights_of(model, tied))
     prompts = [*PROMPTS[:2], PROMPTS[1]]  # the last is scored as often as it is asked
     scores = draw(worker, prompts, replace(sampling(count=1, temperature=1.0), scores_prompt=True))
-    assert scores.token_ids.tolist() == [4, 5, 8, 9, 10, 8, 9, 10] and scores.span_versions.tolist() == [version] * 3
+    assert [score.token_ids.tolist() for score in scores] == [[4, 5], [8, 9, 10], [8, 9, 10]]
+    assert [score.version for score in scores] == [version] * 3 and all(len(score.spans) == 1 for score in scores)
     heads = [Prompt(prompt.token_ids[:1]) for prompt in prompts]
     assert worst(model, scores, prompts=heads) <= 1e-5
 
@@ -203,7 +206,7 @@ def test_a_cached_prompt_is_computed_anew_after_a_sync(rollout):
         assert first == again, "bit for bit: a call does not depend on what the one before it left in the cache"
 
 
-def count_computed(worker, requests, seed: int) -> tuple[int, Completions]:
+def count_computed(worker, requests, seed: int) -> tuple[int, list[Completion]]:
     scheduler = worker.engine.llm.llm_engine.engine_core.engine_core.scheduler
     with patch.object(scheduler, "schedule", wraps=scheduler.schedule) as schedule:
         steps = []

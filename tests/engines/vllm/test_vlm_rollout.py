@@ -58,7 +58,8 @@ def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict
         places = [place for place, prompt in enumerate(prompts) if name_kind(prompt) == kind]
         samples = np.arange(len(completions)).reshape(len(prompts), -1)[places].reshape(-1)
         chosen = [prompts[place] for place in places]
-        found[kind] = measure_differences(hf, chosen, completions.gather(samples), temperature, model)
+        own = [completions[sample] for sample in samples]
+        found[kind] = measure_differences(hf, chosen, own, temperature, model)
     return found
 
 
@@ -145,7 +146,8 @@ def test_image_tokens_are_never_sampled(rollout):
     assert not set(drawn) & set(banned)
     every = draw(worker, text, dataclasses.replace(sampling(), top_logprobs=model.vocab))
     allowed = np.setdiff1d(np.arange(model.vocab), banned)
-    for ids, logprobs in zip(every.top_ids, every.top_logprobs, strict=True):
+    places = [place for one in every for place in zip(one.top_ids, one.top_logprobs, strict=True)]
+    for ids, logprobs in places:
         assert sorted(ids.tolist()) == [-1] * len(banned) + allowed.tolist(), "nor among the likeliest"
         assert np.array_equal(ids == -1, logprobs == -np.inf)
 

@@ -165,7 +165,7 @@ def test_trajectories_are_batched_with_their_rewards():
     from support.environments.runners import make_codec
 
     from rlworker.rollouts.metrics import score_groups, summarise_groups
-    from rlworker.rollouts.trajectory import TrajectoryGroup, batch_groups
+    from rlworker.rollouts.trajectory import batch_groups
 
     async def skip(policy, row):
         episode = Episode(row)
@@ -173,7 +173,7 @@ def test_trajectories_are_batched_with_their_rewards():
         return episode
 
     records = [run_episodes(LocalPool(environment), make_rows("12+1="))[0] for environment in (write_twice, skip)]
-    groups = [TrajectoryGroup(records[0].row, records)]
+    groups = [records]
     batch = batch_groups(groups)
     assert batch.lengths == (15, 4, 0) and batch.episode.tolist() == [0, 0, 1], "what was not sampled has no tokens"
     first = [*encode("12+1=~5"), EOS, *encode("True;~3"), EOS]

@@ -89,7 +89,7 @@ def roll_out(cluster, by_value):
             if note_lost:
                 loop.repeat_lost(note_lost, 60.0)
             groups = loop.wait(loop.begin(rows, Sampling(count, 1.0, 8, (), (2,))))
-            return [trajectory for group in groups for trajectory in group.trajectories], lost_at
+            return [trajectory for group in groups for trajectory in group], lost_at
 
     return run
 

@@ -169,7 +169,7 @@ def test_a_batch_scorer_is_called_once_for_each_group():
     pool, engines = LocalPool(make_environment(rank), 2), Engines()
     loop = make_loop(pool, engines)
     groups = loop.wait(loop.begin([row, row, row], Sampling(3, 1.0, 8, (7, 0, 0), (2,))))
-    assert [group.rewards for group in groups] == [[0.0, 1.0, 2.0]] * 3
+    assert [[one.reward for one in group] for group in groups] == [[0.0, 1.0, 2.0]] * 3
     assert calls == [(["~2"] * 3, ["1="] * 3)] * 3
     assert [request.sampling.count for request in engines.requests[0]] == [3, 3, 3] and engines.streams == [(7, 0, 0)]
 

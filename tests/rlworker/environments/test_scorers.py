@@ -16,7 +16,6 @@ from rlworker.config.sections import EnvironmentConfig
 from rlworker.data.rows import Row
 from rlworker.environments.reward import batch_reward, exact_match, one_turn
 from rlworker.rollouts.metrics import EXAMPLES, score_groups
-from rlworker.rollouts.trajectory import TrajectoryGroup
 
 DEFAULT = -1.0
 HANGS = dict.fromkeys(("loop", "caught loop", "sleep"), "blocked")
@@ -83,7 +82,7 @@ def score(scorer, how, tmp_path=None, count=1, limits=LIMITS):
     numbers = {row.prompt_ids: str(number) for number, row in enumerate(rows)}
     pool = LocalPool(one_turn(scorer), limits=limits, block_file=str(tmp_path / "block") if tmp_path else "")
     found = run_episodes(pool, rows, count, lambda ids, _: numbers[tuple(ids)], default=DEFAULT)
-    groups = [TrajectoryGroup(row, found[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
+    groups = [found[start : start + count] for start in range(0, len(found), count)]
     return groups, score_groups(groups, make_codec())
 
 
@@ -135,7 +134,15 @@ def test_a_batch_scorer_fails_for_its_group_alone(tmp_path, keeping_signals):
     groups, scores = score(misbehave_in_groups, how, tmp_path, count=3)
     fine = [0.0, 1.0, 2.0]
     fails = [DEFAULT] * 3
-    assert [group.rewards for group in groups] == [fine, [0.0, DEFAULT, 2.0], fails, fine, fails, fails, fine]
+    assert [[one.reward for one in group] for group in groups] == [
+        fine,
+        [0.0, DEFAULT, 2.0],
+        fails,
+        fine,
+        fails,
+        fails,
+        fine,
+    ]
     assert scores.failures == {"not_a_number": 1, "wrong_count": 3, "raised": 3, "blocked": 3}
 
 

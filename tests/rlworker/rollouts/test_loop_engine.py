@@ -11,7 +11,7 @@ from support.environments.runners import LIMITS as SHORT
 from support.environments.runners import LocalPool, make_codec
 from support.huggingface import load_folder, measure_versions
 from support.models import VOCAB
-from support.rollout_workers import Prompt, ask, send
+from support.rollout_workers import Prompt, ask, list_spans, send
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
@@ -96,17 +96,16 @@ def update_all_along(rollouts, loop, folder: str, updates: int):
         models[version].load_state_dict(model.state_dict())
         alive.append(ask(worker.measure_load)[1])
     groups = loop.wait(draw)
-    prompts = [Prompt(group.row.prompt_ids) for group in groups for _ in range(SAMPLES)]
-    from engines.batch.samples import Completions
-
-    return models, prompts, Completions.concatenate([group.completions for group in groups]), alive
+    prompts = [Prompt(group[0].row.prompt_ids) for group in groups for _ in range(SAMPLES)]
+    return models, prompts, [completion for group in groups for one in group for completion in one.completions], alive
 
 
 def test_each_segment_is_of_its_own_weights_over_many_updates(running, folder, measured):
     rollouts, loop = running(1)
     models, prompts, completions, alive = update_all_along(rollouts, loop, folder, UPDATES)
     assert min(alive) > 100 and len(alive) == UPDATES and len(models) == UPDATES + 1
-    assert {*completions.span_versions.tolist()} == {*models} and completions.span_counts.min() > UPDATES // 2
+    assert {*list_spans(completions)[0]} == {*models}
+    assert min(len(completion.spans) for completion in completions) > UPDATES // 2
     found = measure_versions(models, prompts, completions)
     values = torch.cat([torch.as_tensor(each) for each in found.values()])
     measured({"mean": float(values.mean()), "largest": float(values.max()), "least alive": float(min(alive))})
@@ -136,7 +135,7 @@ def test_what_goes_first_waits_for_a_seat_alone(running):
     # Twenty groups have seats at a time, and end together: those that have one come before it, but no second twenty.
     assert done < min(before + 40, 64), f"{done} of 64 groups had come before it, {before} before it was asked"
     groups = loop.wait(draw)
-    assert all((group.completions.lengths == 100).all() for group in groups)
+    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {100}
 
 
 def test_an_engine_that_is_killed_loses_no_draw(running, folder):
@@ -151,10 +150,8 @@ def test_an_engine_that_is_killed_loses_no_draw(running, folder):
     killing.start()
     groups = loop.wait(draw)
     killing.join()
-    assert [group.row for group in groups] == rows and lost.keys() == {"rollout engine 1"}
-    assert all((group.completions.lengths == 200).all() for group in groups)
-    prompts = [Prompt(group.row.prompt_ids) for group in groups for _ in range(4)]
-    from engines.batch.samples import Completions
-
-    completions = Completions.concatenate([group.completions for group in groups])
+    assert [group[0].row for group in groups] == rows and lost.keys() == {"rollout engine 1"}
+    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {200}
+    prompts = [Prompt(group[0].row.prompt_ids) for group in groups for _ in range(4)]
+    completions = [completion for group in groups for one in group for completion in one.completions]
     assert measure_versions({0: load_folder(folder)}, prompts, completions)[0].mean() <= 2e-6

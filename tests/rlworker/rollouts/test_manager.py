@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.environments.runners import Engines, LocalPool, encode, make_codec, make_loop, make_sample
 
-from engines.batch.samples import Completions, Sampling
+from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
@@ -17,6 +17,7 @@ from rlworker.data.rows import Row
 from rlworker.environments import Episode, batch_reward
 from rlworker.environments.reward import make_environment
 from rlworker.errors import RunError
+from rlworker.rollouts.trajectory import has_zero_variance
 from rlworker.tracking.log import StepClock
 
 ROWS = [Row(str(i), tuple(encode(str(i))), "", {}) for i in range(12)]
@@ -37,7 +38,7 @@ class Scripted(Engines):
         self.streams.append(stream)
         self.requests.append(list(requests))
         count = sum(request.sampling.count for request in requests)
-        return Completions.join([make_sample(str(place % 3), version=self.version) for place in range(count)])
+        return [make_sample(str(place % 3), version=self.version) for place in range(count)]
 
 
 def make_manager(rows, further, prompts=4, environment=rate, loop=None):
@@ -66,7 +67,7 @@ def test_groups_without_a_difference_are_dropped_and_others_drawn(rows, further,
     groups, metrics = make_manager(rows, further).sample(StepClock(), 0)
     assert (len(groups), metrics["groups"], metrics["zero_variance_groups"]) == (kept, drawn, alike)
     assert metrics["samples"] == 3 * drawn
-    assert not further or not any(group.has_zero_variance for group in groups)
+    assert not further or not any(map(has_zero_variance, groups))
 
 
 class Ahead:
@@ -105,7 +106,7 @@ def test_as_many_rollouts_are_open_as_tokens_may_be_stale_and_in_their_order():
         first = drawn.rollouts_done
         groups, _ = drawn.sample(StepClock(), step)
         drawn.loop.version = step + 1
-        taken.append(([group.row.prompt for group in groups], drawn.list_row_numbers(first)))
+        taken.append(([group[0].row.prompt for group in groups], drawn.list_row_numbers(first)))
         drawn.run_ahead(steps - step - 1)
     open_draws = [len(begun) - number for number, begun in enumerate(drawn.loop.seen)]
     assert open_draws == [1, 3, 3, 2, 1], "one at first, then 1 + 2, and at the end what is left"
@@ -113,7 +114,7 @@ def test_as_many_rollouts_are_open_as_tokens_may_be_stale_and_in_their_order():
     in_turns = make_manager(ROWS, 0)
     for prompts, numbers in taken:
         first = in_turns.rollouts_done
-        assert [group.row.prompt for group in in_turns.sample(StepClock(), 0)[0]] == prompts
+        assert [group[0].row.prompt for group in in_turns.sample(StepClock(), 0)[0]] == prompts
         assert in_turns.list_row_numbers(first) == numbers == [int(prompt) for prompt in prompts]
 
 
@@ -179,7 +180,7 @@ def test_a_curriculum_picks_what_is_drawn_and_goes_on_with_its_state(staleness):
             groups, metrics = manager.sample(StepClock(), 0)
             manager.run_ahead(9)
             numbers = manager.list_row_numbers(first)
-            assert {int(group.row.prompt) for group in groups} <= set(numbers)
+            assert {int(group[0].row.prompt) for group in groups} <= set(numbers)
             taken.append((numbers, [metrics[f"curriculum/{name}"] for name in ("seen", "too_hard", "too_easy")]))
         return taken
 
@@ -255,7 +256,7 @@ async def answer_even(policy, row):
 def test_groups_of_several_turns_are_drawn_and_dropped_as_groups_of_one():
     drawn = make_manager(ROWS, 2, environment=answer_even)
     groups, metrics = drawn.sample(StepClock(), 0)
-    assert len(groups) == 4 and not any(group.has_zero_variance for group in groups)
+    assert len(groups) == 4 and not any(map(has_zero_variance, groups))
     assert metrics["turns"] == 2 and metrics["observed_tokens"] == 1 and metrics["samples"] == 3 * metrics["groups"]
     assert metrics["completion_tokens"] == 6, "of an episode: two samples of three tokens"
     assert drawn.completion_tokens < 4, "of a sample, by which the next are dealt out"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.environments.runners import LocalPool, encode, make_codec, make_rows, make_sample
 
-from engines.batch.samples import Completions, Sampling
+from engines.batch.samples import Sampling
 from rlworker.environments import Episode
 from rlworker.environments.record import LostWorker
 from rlworker.environments.reward import make_environment
@@ -66,7 +66,7 @@ class Engine:
 
     def answer(self, request):
         text = str(len(request.token_ids) % 10)
-        return Completions.join([make_sample(text, version=self.version)] * request.sampling.count)
+        return [make_sample(text, version=self.version)] * request.sampling.count
 
 
 class Rollouts:
@@ -113,7 +113,7 @@ def running(cluster):
 
 
 def list_rewards(groups):
-    return [reward for group in groups for reward in group.rewards]
+    return [trajectory.reward for group in groups for trajectory in group]
 
 
 def test_groups_come_in_the_order_of_their_rows_scored_as_they_become_whole(running):
@@ -129,11 +129,11 @@ def test_groups_come_in_the_order_of_their_rows_scored_as_they_become_whole(runn
     for engine in rollouts.workers[::-1]:
         engine.gate.set()
     groups = loop.wait(second)
-    assert [group.row.prompt for group in groups] == ["1234", "12345"]
-    assert [group.rewards for group in groups] == [[4.0, 4.0], [5.0, 5.0]]
+    assert [group[0].row.prompt for group in groups] == ["1234", "12345"]
+    assert [list_rewards([group]) for group in groups] == [[4.0, 4.0], [5.0, 5.0]]
     groups = loop.wait(first)
-    assert [group.row.prompt for group in groups] == ["1", "12", "123"]
-    assert all(len(group.completions) == 2 for group in groups)
+    assert [group[0].row.prompt for group in groups] == ["1", "12", "123"]
+    assert all(sum(one.turns for one in group) == 2 for group in groups)
 
 
 def test_what_an_update_waits_for_goes_first_and_the_canary_to_each_engine(running):
@@ -178,7 +178,7 @@ def test_what_a_lost_engine_was_asked_its_successor_is_asked(running, monkeypatc
     groups = loop.wait(batch)
     waiting.join()
     assert rollouts.lost == [0] and [key for key, _ in rollouts.workers[0].asked] == [key for key, _ in first.asked]
-    assert sorted({group.completions[0].version for group in groups}) == [0, 1]
+    assert sorted({group[0].completions[0].version for group in groups}) == [0, 1]
 
 
 def test_an_error_of_an_engine_or_a_pool_is_raised_where_one_waits(running):
@@ -211,7 +211,7 @@ def test_a_loop_that_forgets_takes_back_its_requests(running):
     assert engine.seeds[0] != engine.seeds[1]
     new = loop.begin(rows[1:], SAMPLING)
     engine.gate.set()
-    assert [group.row.prompt for group in loop.wait(new)] == ["12"] and not old.is_done
+    assert [group[0].row.prompt for group in loop.wait(new)] == ["12"] and not old.is_done
     pool.held.add(0)
     late = loop.begin(rows, SAMPLING)
     wait_until(lambda: len(engine.asked) == 5 and pool.replies)
@@ -244,9 +244,9 @@ def test_an_episode_waits_for_no_other(running):
     assert not batch.is_done
     pool.held.clear()
     groups = loop.wait(batch)
-    assert [len(group.trajectories) for group in groups] == [2, 2] and list_rewards(groups) == [1.0] * 4
-    assert [episode.turns for group in groups for episode in group.trajectories] == [4, 4, 1, 1]
-    lengths = [len(piece.token_ids) for piece in groups[0].trajectories[0].sequences[0]]
+    assert [len(group) for group in groups] == [2, 2] and list_rewards(groups) == [1.0] * 4
+    assert [episode.turns for group in groups for episode in group] == [4, 4, 1, 1]
+    lengths = [len(piece.token_ids) for piece in groups[0][0].sequences[0]]
     said = len(make_sample("1").token_ids)
     assert lengths == [1, said, 1, said, 2, said, 3, said], "what was observed at the end is nobody's"
     prompts = [len(request.token_ids) for _, request in rollouts.workers[0].asked]
@@ -268,8 +268,8 @@ def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
     groups = loop.wait(batch)
     begun = [jobs for jobs, _ in pool.messages if jobs]
     assert [len(job.samples) for job in begun[1]] == [1, 1], "begun anew, with what was sampled"
-    assert len(engine.asked) == 6 and [episode.turns for episode in groups[0].trajectories] == [3, 3]
-    assert groups[0].rewards == [1.0, 1.0]
+    assert len(engine.asked) == 6 and [episode.turns for episode in groups[0]] == [3, 3]
+    assert list_rewards(groups) == [1.0, 1.0]
 
 
 async def give_up(policy, row):
@@ -291,8 +291,8 @@ def test_a_sample_that_nobody_waits_for_any_more_is_given_up(running):
     loop, (engine,) = running(rollouts, pool), rollouts.workers
     engine.gate.set()
     groups = loop.wait(loop.begin(make_rows("3"), SAMPLING))
-    assert groups[0].rewards == [1.0, 1.0]
-    for episode in groups[0].trajectories:
+    assert list_rewards(groups) == [1.0, 1.0]
+    for episode in groups[0]:
         (pieces,) = episode.sequences
         assert [piece.turn for piece in pieces] == [-1, 0], "what stands before it is left out"
 
@@ -306,5 +306,5 @@ def test_a_loop_of_several_turns_that_forgets_begins_in_new_processes(running):
     engine.gate.set()
     groups = loop.wait(loop.begin(make_rows("2"), SAMPLING))
     assert pool.restarts == 1 and len(engine.aborted) == 2
-    assert [episode.turns for episode in groups[0].trajectories] == [2, 2]
-    assert np.array_equal(groups[0].row.prompt_ids, encode("2"))
+    assert [episode.turns for episode in groups[0]] == [2, 2]
+    assert np.array_equal(groups[0][0].row.prompt_ids, encode("2"))

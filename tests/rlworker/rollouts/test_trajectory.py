@@ -13,7 +13,7 @@ from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import make_tiny_model
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
-from rlworker.rollouts.trajectory import TrajectoryGroup, batch_groups
+from rlworker.rollouts.trajectory import batch_groups
 
 ROW = Row("", (9,), "", {})
 
@@ -35,7 +35,7 @@ def make_sequence(marks: str, start: int = 10, top: bool = False) -> tuple[Segme
 
 
 def batch(*groups: list[Trajectory], vision=None):
-    return batch_groups([TrajectoryGroup(ROW, group) for group in groups], vision)
+    return batch_groups(groups, vision)
 
 
 def make_episode(*sequences: tuple[Segment, ...], rewards=()) -> Trajectory:
@@ -144,5 +144,5 @@ def test_episodes_without_a_reward_have_a_mean_of_zero():
     from rlworker.rollouts.metrics import summarise_groups
 
     episode = make_episode(make_sequence("p0"))
-    metrics = summarise_groups([TrajectoryGroup(ROW, [episode, episode])])
+    metrics = summarise_groups([[episode, episode]])
     assert (metrics["reward"], metrics["zero_variance_groups"], metrics["samples"]) == (0.0, 1, 2)

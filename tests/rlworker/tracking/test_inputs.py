@@ -138,6 +138,43 @@ def test_another_image_under_the_same_path_is_named(begun):
         begin(config)
 
 
+def test_a_run_that_was_moved_with_its_inputs_goes_on_and_tells_their_paths(begun, tmp_path):
+    from rlworker.trainers.launch import check_run
+
+    _, folder = begun()
+    moved = tmp_path / "elsewhere"
+    shutil.move(tmp_path / "run", moved / "run")
+    shutil.move(folder, moved / "inputs")
+    data = DataConfig(
+        str(moved / "inputs/train.jsonl"),
+        str(moved / "inputs/heldout.jsonl"),
+        {"hard": str(moved / "inputs/hard.jsonl")},
+        max_prompt_tokens=16,
+    )
+    config = SftConfig(str(moved / "inputs/model"), str(moved / "run"), data, rows_per_step=2, max_answer_tokens=8)
+    config = replace(config, resume=True)
+    check_run(config).release()
+    told = begin(config)
+    for name, was in (("data.train", "train.jsonl"), ("data.heldout", "heldout.jsonl"), ("model", "model")):
+        assert f"{name} {folder / was} -> {moved / 'inputs' / was}" in told
+    assert "with other settings" not in begin(config)
+    with pytest.raises(ValueError, match=r"other settings of its model, its data.* data\.heldout was .*, is ''\. Set"):
+        begin(replace(config, data=replace(data, heldout="")))
+    with pytest.raises(ValueError, match=r"data\.heldout_sets was .*'hard'.*, is .*'easy'"):
+        begin(replace(config, data=replace(data, heldout_sets={"easy": data.heldout_sets["hard"]})))
+    other = moved / "other.jsonl"
+    other.write_text((moved / "inputs/train.jsonl").read_text().replace('"2"', '"3"', 1))
+    with pytest.raises(ValueError, match=r"train\.jsonl was .* is not there; .*other\.jsonl was not there"):
+        begin(replace(config, data=replace(data, train=str(other))))
+    shutil.copytree(moved / "inputs/model", moved / "model")
+    train_one_row(moved / "model/model.safetensors")
+    with pytest.raises(ValueError, match=r"actor model\.safetensors was \d+ bytes, digest \w+, is \d+ bytes"):
+        begin(replace(config, model=str(moved / "model")))
+    (moved / "run/inputs.json").unlink()
+    with pytest.raises(ValueError, match=r"other settings of its model, its data.* data\.train was"):
+        begin(replace(config, data=replace(data, train=str(other))))
+
+
 def test_a_run_of_before_there_were_digests_says_so_and_has_them_from_then_on(begun):
     config, _ = begun()
     path = Path(config.run_dir) / "inputs.json"

@@ -28,7 +28,6 @@ from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
-from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import TrackedRun, Trackers
@@ -92,10 +91,7 @@ class Loop:
 
     def wait(self, batch):
         rows, sampling = batch
-        return [
-            TrajectoryGroup(row, [self.run_episode(row, place, sampling) for place in range(sampling.count)])
-            for row in rows
-        ]
+        return [[self.run_episode(row, place, sampling) for place in range(sampling.count)] for row in rows]
 
     def run_episode(self, row: Row, place: int, sampling) -> Trajectory:
         segments = [Segment(row.prompt_ids, images=row.images)]
@@ -111,8 +107,9 @@ class Loop:
         completions = make_completions(*[([3, 0], logprobs, self.trainer.version)] * count)
         if sampling.temperature == 0 or not sampling.top_logprobs:
             return completions
-        ids = np.tile(np.arange(TOP, dtype=np.int32), (len(completions.token_ids), 1))
-        return replace(completions, top_ids=ids, top_logprobs=np.full(ids.shape, 2 * LOGPROB, np.float32))
+        ids = np.tile(np.arange(TOP, dtype=np.int32), (2, 1))
+        top = {"top_ids": ids, "top_logprobs": np.full(ids.shape, 2 * LOGPROB, np.float32)}
+        return [replace(completion, **top) for completion in completions]
 
     def call(self, method, *_):
         return [{"measure_load": (1.0, 2), "digest_weights": {}}.get(method.__name__, self.trainer.version)]

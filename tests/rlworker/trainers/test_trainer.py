@@ -126,8 +126,7 @@ def steps_of_few_groups(trainer) -> dict:
     trainer.config, seen = replace(trainer.config, algorithm=algorithm), []
 
     def reward_otherwise(group: TrajectoryGroup) -> TrajectoryGroup:
-        rewards = zip(group.trajectories, [0.0, 1.0, 0.5, 1.0])
-        return TrajectoryGroup(group.row, [replace(one, rewards=((0, reward),)) for one, reward in rewards])
+        return [replace(one, rewards=((0, reward),)) for one, reward in zip(group, [0.0, 1.0, 0.5, 1.0])]
 
     def first_groups(count: int):
         def sampled(clock, version):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from support.environments.runners import Engines, LocalPool, encode, make_codec, make_loop, make_sample
 
-from engines.batch.samples import Completions
 from engines.config import VllmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
@@ -28,7 +27,7 @@ class Answers(Engines):
         self.requests.append(list(requests))
         greedy = requests[0].sampling.temperature == 0
         count = sum(one.sampling.count for one in requests)
-        return Completions.join([make_sample(SAMPLES[0 if greedy else place % 4]) for place in range(count)])
+        return [make_sample(SAMPLES[0 if greedy else place % 4]) for place in range(count)]
 
 
 def make_row(prompt: str, answer: str, source: str | None = None) -> Row:

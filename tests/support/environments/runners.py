@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from support.environments.chat import SAMPLED, GuardedTokenizer
 
-from engines.batch.samples import Completion, Completions, Request, Sampling
+from engines.batch.samples import Completion, Request, Sampling
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
@@ -122,12 +122,11 @@ class Engines:
     def __init__(self, say: Callable = say_length):
         self.say, self.streams, self.requests = say, [], []
 
-    def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> Completions:
+    def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> list[Completion]:
         self.streams.append(stream)
         self.requests.append(list(requests))
         number = len(self.streams) - 1
-        said = [make_sample(self.say(one.token_ids, number)) for one in requests for _ in range(one.sampling.count)]
-        return Completions.join(said)
+        return [make_sample(self.say(one.token_ids, number)) for one in requests for _ in range(one.sampling.count)]
 
 
 def make_loop(pool: LocalPool, engines: Any, default: float = 0.0) -> RolloutLoop:
@@ -154,7 +153,7 @@ def run_episodes(
     groups = loop.wait(loop.begin(rows, Sampling(count, 1.0, 8, seed, (EOS,))))
     for runner in pool.runners:
         runner.close()
-    return [trajectory for group in groups for trajectory in group.trajectories]
+    return [trajectory for group in groups for trajectory in group]
 
 
 def tell(record: Trajectory) -> list[list[tuple[int, str]]]:
