@@ -15,7 +15,7 @@ _MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets", "sources"
 _OF_EACH_START = {"resume", "run_dir", "evaluate"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
-_MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.pass_reward", "curriculum.advance_at"}
+_MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.advance_at"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
 _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.", "validation.")
 """Settings, and sections of them, that a run may change on its way."""

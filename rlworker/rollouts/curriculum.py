@@ -53,7 +53,7 @@ class Curriculum:
     """
 
     def __init__(self, config: RunConfig, rows: Sequence[Row], sizes: Sequence[int]):
-        self.config, self.seed = config.curriculum, config.seed
+        self.config, self.seed, self.pass_reward = config.curriculum, config.seed, config.environment.pass_reward
         sources = self.config.weigh_sources(config.data.train)
         self.names, self.weights = _name_sources(sources), list(sources.values())
         self.bounds = np.asarray([*self.config.buckets] or [np.inf])
@@ -191,7 +191,7 @@ class Curriculum:
     def note(self, draw: int, rewards: Sequence[Sequence[float]]) -> None:
         """Note the rewards of a rollout's samples, ``[P][G]`` in the order of its picks."""
         for row, own in zip(self.picks[draw], rewards, strict=True):
-            rate = sum(reward >= self.config.pass_reward for reward in own) / len(own)
+            rate = sum(reward >= self.pass_reward for reward in own) / len(own)
             known = self.rates[row]
             self.rates[row] = rate if np.isnan(known) else known + _NEWEST_SHARE * (rate - known)
             self.noted.append((row, rate))

@@ -99,7 +99,7 @@ def _average(groups: Sequence[TrajectoryGroup]) -> float:
 def _estimate(groups: Sequence[TrajectoryGroup], config: RunConfig) -> dict[str, float]:
     """Average mean@n and pass@k over prompts, and maj@k where the environment finds answers."""
     samples = config.validation.samples
-    rights = [[reward >= config.validation.right_from for reward in group.rewards] for group in groups]
+    rights = [[reward >= config.environment.pass_reward for reward in group.rewards] for group in groups]
     answers = [[one.answer.strip() for one in group.trajectories] for group in groups]
     found, sizes = {f"mean_at_{samples}": _average(groups)}, list_sizes(samples)
     for size in sizes:
