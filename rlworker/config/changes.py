@@ -76,12 +76,17 @@ def read_differences(folder: Path, config: TrainingConfig) -> Changes:
 def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None:
     """Raise ValueError where a run would be another one with the changes, naming their keys.
 
+    A setting that its section has no more, since the run was started by an older version, is told and not refused.
+
     Args:
         folder: the run's.
     """
     where = f"run_dir: {folder!r} cannot be resumed with"
     inside = {key for key in changes if key.startswith(_MAY_CHANGE_IN) and key not in _BELONG_TO_RUN}
-    if refused := {key: change for key, change in changes.items() if key not in {*_MAY_CHANGE, *inside}}:
+    known = flatten_config(config).keys()
+    sections = {key.rpartition(".")[0] for key in known} - {""}
+    gone = {key for key in changes if key not in known and key.rpartition(".")[0] in sections}
+    if refused := {key: change for key, change in changes.items() if key not in {*_MAY_CHANGE, *inside, *gone}}:
         was = ", ".join(f"{key} was {before!r}, is {now!r}" for key, (before, now) in refused.items())
         raise ValueError(
             f"{where} other settings of its model, its data or its order: {was}. Set them as they were, or begin "
