@@ -23,22 +23,24 @@ VLLM_OWN = _names(
 )
 """Arguments of vLLM's LLM that the engine sets itself."""
 
-VLLM_REFUSED = _names(
-    # the distribution of tokens and their logprobs
-    "generation_config override_generation_config logits_processors watermark_config diffusion_config "
-    "speculative_config spec_method spec_model spec_tokens runner convert pooler_config "
-    # another model than the folder's, or other weights
-    "hf_overrides hf_config_path model_class_overrides model_weights ignore_patterns "
-    "quantization quantization_config enable_lora disable_sliding_window "
-    # other pixels than the trainer sees
-    "mm_processor_kwargs media_io_kwargs "
-    # vLLM's LLM refuses it: this project splits prompts over engines
-    "data_parallel_size "
-    # devices that were not set aside, and machines beside the engine's own
-    "prefill_context_parallel_size nnodes node_rank"
-)
-"""Arguments of vLLM's LLM with which it would not sample by softmax(logits / temperature) of the trained model, or
-would report other logprobs."""
+VLLM_REASONS = {
+    "it is about the distribution of tokens or their logprobs": _names(
+        "generation_config override_generation_config logits_processors watermark_config diffusion_config "
+        "speculative_config spec_method spec_model spec_tokens runner convert pooler_config"
+    ),
+    "it takes another model than the folder's, or other weights": _names(
+        "hf_overrides hf_config_path model_class_overrides model_weights ignore_patterns "
+        "quantization quantization_config enable_lora disable_sliding_window"
+    ),
+    "it makes other pixels than the trainer sees": _names("mm_processor_kwargs media_io_kwargs"),
+    "prompts are split over --rollout.engines": _names("data_parallel_size"),
+    "it takes devices that were not set aside, or machines beside the engine's own": _names(
+        "prefill_context_parallel_size nnodes node_rank"
+    ),
+}
+VLLM_REFUSED = frozenset().union(*VLLM_REASONS.values())
+"""Arguments of vLLM's LLM that would make it sample otherwise than by softmax(logits / temperature) of the trained
+model, or report another logprob than its logarithm."""
 
 MEGATRON_OWN = _names(
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
@@ -52,18 +54,23 @@ MEGATRON_OWN = _names(
 )
 """Fields of Megatron's TransformerConfig that the engine sets itself."""
 
-MEGATRON_REFUSED = _names(
-    # another model than the folder's
-    "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
-    "window_size softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
-    "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
-    "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4 "
-    # layers where weights are not looked for, and parameters without the marks that initialising leaves
-    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split virtual_pipeline_model_parallel_size "
-    "expert_model_parallel_size perform_initialization init_model_with_meta_device"
-)
-"""Fields of Megatron's TransformerConfig that would change the model, or make one that the engine cannot load."""
+MEGATRON_REASONS = {
+    "it makes another model than the folder's": _names(
+        "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
+        "window_size softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
+        "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
+        "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4"
+    ),
+    # the marks that initialising leaves
+    "it puts layers where weights are not looked for, or leaves parameters without their marks": _names(
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "virtual_pipeline_model_parallel_size "
+        "expert_model_parallel_size perform_initialization init_model_with_meta_device"
+    ),
+}
+MEGATRON_REFUSED = frozenset().union(*MEGATRON_REASONS.values())
+"""Fields of Megatron's TransformerConfig that would build another model, or one that the engine cannot load."""
 
 MEGATRON_SOURCES = (
     ("core/transformer/transformer_config.py", "TransformerConfig"),
@@ -73,10 +80,12 @@ MEGATRON_SOURCES = (
 
 
 _LIBRARIES = {
-    "megatron": ("actor: --actor.megatron", MEGATRON_OWN, MEGATRON_REFUSED, MEGATRON_SOURCES),
-    "vllm": ("rollout: --rollout.vllm", VLLM_OWN, VLLM_REFUSED, (("engine/arg_utils.py", "EngineArgs"),)),
+    "megatron": ("actor: --actor.megatron", MEGATRON_OWN, MEGATRON_REASONS, MEGATRON_SOURCES),
+    "vllm": ("rollout: --rollout.vllm", VLLM_OWN, VLLM_REASONS, (("engine/arg_utils.py", "EngineArgs"),)),
 }
-"""Library -> the setting that is passed on, arguments that the engine sets or refuses, and sources of types."""
+"""Library -> the setting that is passed on, arguments that the engine sets, those that it refuses by reason, and
+sources of their types."""
+_SAMPLING = ("sampling_params.py", "SamplingParams")
 
 
 @cache
@@ -123,20 +132,31 @@ def _read_type(annotation: ast.expr) -> Any:
 
 def check_pass_through(library: Literal["megatron", "vllm"], given: PassThrough) -> None:
     """Raise ValueError if the engine cannot pass an argument on to the library, or its value has the wrong type."""
-    where, own, refused, sources = _LIBRARIES[library]
+    where, own, reasons, sources = _LIBRARIES[library]
     known = read_installed_fields(library, *sources)
     if clashes := sorted(given.keys() & own):
-        raise ValueError(f"{where} may not set {clashes}, which the engine sets itself; leave them out")
-    if clashes := sorted(given.keys() & refused):
+        section = where.partition(":")[0]
         raise ValueError(
-            f"{where} may not set {clashes}: rollout and trainer would compute different models; leave them out"
+            f"{where} may not set {clashes}: the engine depends on its own values; drop them, or take the options that "
+            f"--help {section} shows"
         )
+    for reason, refused in reasons.items():
+        if clashes := sorted(given.keys() & refused):
+            raise ValueError(
+                f"{where} may not set {clashes}: {reason}, and the engine or its counterpart would not follow; drop "
+                "them"
+            )
     if known is None:
         return
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else "drop it"
-            raise ValueError(f"{where} has {name!r}, which the library does not have; {hint}")
+            if library == "vllm" and name in (read_installed_fields(library, _SAMPLING) or {}):
+                raise ValueError(
+                    f"{where} has {name!r}, a parameter of sampling, and the trainer follows those alone that --help "
+                    "rollout shows; drop it"
+                )
+            raise ValueError(f"{where} has {name!r}, which the installed {library} does not take; {hint}")
         if not fits(known[name], given[name]):
             raise ValueError(f"{where} has {name} {given[name]!r}, expected {spell(known[name])}")

@@ -40,6 +40,7 @@ compares the page with the classes.
 - A list takes words with blanks between them: `--trackers wandb tensorboard`. A mapping takes keys
   and values in turn: `--rollout.vllm enforce_eager True`.
 - A recipe may have other defaults than this page. `--help` shows the recipe's own.
+- A setting's name in verl or TRL is answered with ours, from [from_verl.md](from_verl.md).
 - Values are checked before Ray, Megatron or vLLM starts.
 """
 GROUPS: tuple[tuple[str, type, type | None], ...] = (

@@ -77,8 +77,9 @@ def add_validation(config: RunConfig, folder: Path) -> RunConfig:
     rows, few = (folder / "data" / f"{name}.jsonl" for name in ("heldout", "few"))
     few.write_text("".join(rows.read_text().splitlines(keepends=True)[:HELDOUT_ROWS]))
     data = replace(config.data, heldout=str(few), heldout_sets={"again": str(few)})
-    sampled = ValidationConfig(samples=4, temperature=0.7, right_from=0.25)
-    return replace(config, data=data, eval_every=1, validation=sampled)
+    sampled = ValidationConfig(samples=4, temperature=0.7)
+    environment = replace(config.environment, pass_reward=0.25)
+    return replace(config, data=data, eval_every=1, validation=sampled, environment=environment)
 
 
 def reward(text, row) -> float:

@@ -16,7 +16,7 @@ _MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets", "sources"
 _OF_EACH_START = {"resume", "run_dir", "evaluate"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
-_MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.pass_reward", "curriculum.advance_at"}
+_MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.advance_at"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
 _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.", "validation.")
 """Settings, and sections of them, that a run may change on its way."""
@@ -85,12 +85,17 @@ def read_differences(folder: Path, config: TrainingConfig) -> Changes:
 def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> None:
     """Raise ValueError where a run would be another one with the changes, naming their keys.
 
+    A setting that its section has no more, since the run was started by an older version, is told and not refused.
+
     Args:
         folder: the run's.
     """
     where = f"run_dir: {folder!r} cannot be resumed with"
     inside = {key for key in changes if key.startswith(_MAY_CHANGE_IN) and key not in _BELONG_TO_RUN}
-    if refused := {key: change for key, change in changes.items() if key not in {*_MAY_CHANGE, *inside}}:
+    known = flatten_config(config).keys()
+    sections = {key.rpartition(".")[0] for key in known} - {""}
+    gone = {key for key in changes if key not in known and key.rpartition(".")[0] in sections}
+    if refused := {key: change for key, change in changes.items() if key not in {*_MAY_CHANGE, *inside, *gone}}:
         was = ", ".join(f"{key} was {before!r}, is {now!r}" for key, (before, now) in refused.items())
         raise ValueError(
             f"{where} other settings of its model, its data or the order of its data: {was}. Set them back, or start a "

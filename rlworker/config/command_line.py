@@ -12,6 +12,8 @@ import tyro
 from engines.validation import option
 from hardware.platforms import PLATFORMS
 from rlworker.config.algorithm import Algorithm
+from rlworker.config.changes import flatten_config
+from rlworker.config.help.other_names import refuse_other_names
 from rlworker.config.run import RunConfig, TrainingConfig
 
 Config = TypeVar("Config")
@@ -31,28 +33,36 @@ def parse_config(
     Raises:
         SystemExit: help was asked for, or the command line is wrong; the message names the option and a remedy.
     """
-    args = _spell_switches(sys.argv[1:] if args is None else args, default)
+    args, switches = sys.argv[1:] if args is None else args, _map_switches(default)
+    refuse_other_names(args, {*(option("config", key) for key in flatten_config(default)), *switches.values()})
+    args = _spell_options(args, switches)
     if isinstance(default, TrainingConfig):
         default = _fit_default(default, args)
     parse = partial(tyro.cli, description=description, prog=prog)
     if help_options := {"-h", "--help"} & {*args}:
-        from rlworker.config.help import show_help
+        from rlworker.config.help.sections import show_help
 
         show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
     return parse(type(default), default=default, args=args)
 
 
-def _spell_switches(args: Sequence[str], default: Any) -> list[str]:
-    """Spell a switch with a value as tyro has it: ``--resume True`` as ``--resume``, ``--resume=False`` as
-    ``--no-resume``."""
-    spelled, rest, offs = [], [*args], _map_switches(default)
+def _spell_options(args: Sequence[str], switches: dict[str, str]) -> list[str]:
+    """Spell options as tyro has them: with hyphens, and of a switch ``--resume True`` as ``--resume``,
+    ``--resume=False`` as ``--no-resume``.
+
+    Args:
+        switches: as ``_map_switches``.
+    """
+    spelled, rest = [], [*args]
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if (name := name.replace("_", "-")) in offs:
+        if word.startswith("--"):
+            word = (name := name.replace("_", "-")) + equals + value
+        if name in switches:
             if not equals and rest and rest[0].lower() in ("true", "false"):
                 value = rest.pop(0)
-            word = {"true": name, "false": offs[name]}.get(value.lower(), word)
+            word = {"true": name, "false": switches[name]}.get(value.lower(), word)
         spelled.append(word)
     return spelled
 

@@ -90,8 +90,6 @@ class CurriculumConfig:
     pass_rates: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest running pass rate of a prompt that is drawn. Others are left out three times, and drawn once
     more."""
-    pass_reward: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 1.0
-    """Smallest reward of a sample that passes."""
 
     def __post_init__(self):
         check_types("curriculum", self)
@@ -190,6 +188,8 @@ class EnvironmentConfig:
     default_reward: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 0.0
     """Reward of an episode that failed: no end in time, an error, no number up to a million in size, a process that
     died."""
+    pass_reward: Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)] = 1.0
+    """Smallest reward of an episode that passes, or whose answer is right: for pass@k, maj@k and pass rates."""
     workers: Annotated[int, Ge(1)] = 1
     """Processes that run environments, spread over the nodes that Ray has, the driver's first."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from engines.validation import FINITE, LARGEST, check_types
+from engines.validation import check_types
 
 
 def name_set(name: str) -> str:
@@ -29,8 +29,6 @@ class ValidationConfig:
     takes none."""
     temperature: Annotated[float, Ge(0.01), Le(2)] | None = None
     """Temperature of these samples; None takes that of the rollouts. Their top-k, top-p and min-p are the rollouts'."""
-    right_from: Annotated[float, Ge(-LARGEST), FINITE] = 1.0
-    """Smallest reward of a right answer, for pass@k and maj@k."""
     metric: str = ""
     """Metric of the held-out rows by which a checkpoint is the best and patience counts. Empty takes heldout, in
     supervised training heldout_loss; without data.heldout it is that of the first of data.heldout_sets."""

@@ -55,7 +55,7 @@ class Curriculum:
     """
 
     def __init__(self, config: RunConfig, rows: Sequence[Row], sizes: Sequence[int]):
-        self.config, self.seed = config.curriculum, config.seed
+        self.config, self.seed, self.pass_reward = config.curriculum, config.seed, config.environment.pass_reward
         sources = self.config.weigh_sources(config.data.train)
         stems = [Path(path).stem for path in sources]
         names = stems if len(set(stems)) == len(stems) else sources
@@ -192,7 +192,7 @@ class Curriculum:
     def note(self, draw: int, rewards: Sequence[Sequence[float]]) -> None:
         """Record the rewards ``[P][G]`` of rollout ``draw``, in the order of its picks, and update pass rates."""
         for row, own in zip(self.picks[draw], rewards, strict=True):
-            rate = sum(reward >= self.config.pass_reward for reward in own) / len(own)
+            rate = sum(reward >= self.pass_reward for reward in own) / len(own)
             known = self.rates[row]
             self.rates[row] = rate if np.isnan(known) else known + _NEWEST_SHARE * (rate - known)
             self.noted.append((row, rate))

@@ -35,7 +35,7 @@ class RolloutBatch:
         goes_first: whether its requests are sampled before all others that have not begun.
         has_episodes: False where rows are sampled without an environment.
         first: number of its first episode.
-        groups: ``[P]``, each a ``TrajectoryGroup``, ``Completions`` without episodes, or None until it has come.
+        groups: ``[P]``, each a ``TrajectoryGroup``, completions if no environment runs, or None until it has come.
     """
 
     number: int

@@ -102,7 +102,7 @@ def _average(groups: Sequence[TrajectoryGroup]) -> float:
 def _estimate(groups: Sequence[TrajectoryGroup], config: RunConfig) -> dict[str, float]:
     """Average mean@n and pass@k over prompts, and maj@k where the environment finds answers."""
     samples = config.validation.samples
-    rights = [[one.reward >= config.validation.right_from for one in group] for group in groups]
+    rights = [[one.reward >= config.environment.pass_reward for one in group] for group in groups]
     answers = [[one.answer.strip() for one in group] for group in groups]
     found, sizes = {f"mean_at_{samples}": _average(groups)}, list_sizes(samples)
     for size in sizes:

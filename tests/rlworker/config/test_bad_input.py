@@ -63,7 +63,7 @@ def wrong_values(section: str, name: str, kind: Any) -> list[st.SearchStrategy]:
     if kind in (float, float | None):
         found += [st.just(math.nan)]
         found += [] if name in MAY_BE_INFINITE else [st.just(math.inf)]
-        found += [] if name in ("default_reward", "right_from") else [st.floats(max_value=-1e-300)]
+        found += [] if name in ("default_reward", "pass_reward") else [st.floats(max_value=-1e-300)]
     found += [st.just(0)] if name in NOT_ZERO.split() else []
     found += [st.integers(TOO_LARGE[name], 10**30)] if name in TOO_LARGE else []
     return found

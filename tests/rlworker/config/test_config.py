@@ -282,15 +282,17 @@ def test_what_an_engine_sets_or_cannot_follow_is_not_passed_through(make, where,
 def test_other_names_are_those_of_the_installed_packages():
     assert VllmConfig(vllm={"enforce_eager": False, "block_size": 64}).vllm["block_size"] == 64
     assert MegatronConfig(megatron={"barrier_with_L1_time": False, "cp_comm_type": "p2p"}).megatron
-    with pytest.raises(ValueError, match=r"vllm has 'blok_size', which the library .*; did you mean 'block_size'"):
+    with pytest.raises(ValueError, match=r"vllm has 'blok_size', which the installed .*; did you mean 'block_size'"):
         VllmConfig(vllm={"blok_size": 64})
+    with pytest.raises(ValueError, match="'repetition_penalty', a parameter of sampling, and the trainer follows"):
+        VllmConfig(vllm={"repetition_penalty": 1.1})
+    with pytest.raises(ValueError, match=r"may not set \['enable_lora'\]: it takes another model than the folder's"):
+        VllmConfig(vllm={"enable_lora": True})
     with pytest.raises(ValueError, match="vllm has block_size 'large', expected a whole number or null"):
         VllmConfig(vllm={"block_size": "large"})
     with pytest.raises(ValueError, match="pipeline_parallel_size: on a CPU vLLM starts with it and fails"):
         VllmConfig(vllm={"pipeline_parallel_size": 2})
-    with pytest.raises(
-        ValueError, match="megatron has 'sequnce_paralel', which the library does not have; did you mean"
-    ):
+    with pytest.raises(ValueError, match=r"megatron has 'sequnce_paralel', which the installed .*; did you mean"):
         MegatronConfig(megatron={"sequnce_paralel": True})
     with pytest.raises(ValueError, match="megatron has moe_router_dtype 'fp8', expected one of 'fp32', 'fp64' or null"):
         MegatronConfig(megatron={"moe_router_dtype": "fp8"})

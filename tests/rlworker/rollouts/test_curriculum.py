@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import CurriculumConfig, DataConfig
+from rlworker.config.sections import CurriculumConfig, DataConfig, EnvironmentConfig
 from rlworker.data.rows import Row, Rows
 from rlworker.rollouts.curriculum import RETURNS_AFTER, WINDOW, Curriculum, read_sources
 
@@ -102,6 +102,13 @@ def test_a_running_rate_follows_what_the_model_has_learned():
         run(curriculum, lambda row, reward=reward: [reward], 1, 1, first=draw)
         rates.append(float(curriculum.rates[0]))
     assert rates == [0.0, 0.5, 0.75, 0.875]
+
+
+def test_a_sample_passes_from_the_reward_of_the_environments_settings_on():
+    config = RunConfig(environment=EnvironmentConfig(pass_reward=0.5), curriculum=CurriculumConfig(pass_rates=(0.1, 1)))
+    curriculum = Curriculum(config, [Row("a", (1,), "", {})], [1])
+    run(curriculum, lambda row: [0.0, 0.49, 0.5, 1.0], 1, 1)
+    assert curriculum.rates[0] == 0.5
 
 
 def test_buckets_of_pass_rates_move_their_prompts():

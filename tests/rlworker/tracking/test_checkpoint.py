@@ -170,6 +170,21 @@ def test_another_model_or_other_data_are_another_run(tmp_path, settings, was):
         folder.check(RunConfig(resume=True, **settings))
 
 
+def test_a_setting_that_is_there_no_more_is_told_and_not_refused(tmp_path):
+    """Of a section that is there; a whole section is another kind of run."""
+    folder = RunFolder(str(tmp_path))
+    begin(folder, RunConfig())
+    save(folder, 1)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["curriculum"]["threshold"] = 0.5
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    _, text = begin(folder, RunConfig(resume=True))
+    assert text.endswith("with other settings: curriculum.threshold 0.5 -> None")
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"teacher": {"model": "a"}}))
+    with pytest.raises(ValueError, match=r"cannot be resumed with .*: teacher.model was 'a', is None\. "):
+        folder.check(RunConfig(resume=True))
+
+
 def test_a_decay_over_the_whole_run_is_not_counted_in_other_optimizer_steps(tmp_path):
     folder, optimizer = RunFolder(str(tmp_path)), OptimizerConfig(lr_scheduler="linear")
     begin(folder, RunConfig(actor=MegatronConfig(optimizer=optimizer)))

@@ -3,12 +3,13 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rlworker.tracking import log as metrics
-from rlworker.tracking.log import RunLog
+from rlworker.tracking.log import RL_LINE, RunLog
 from rlworker.tracking.terminal import log_start, read_process_age
 from rlworker.tracking.trackers import TrackedRun, Trackers
 
@@ -57,7 +58,7 @@ LINES = {
 PROGRAM = """
 import os, select, sys
 from pathlib import Path
-from rlworker.tracking.log import RunLog
+from rlworker.tracking.log import RL_LINE, RunLog
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import TrackedRun, Trackers
 log = RunLog(Path(sys.argv[1]), 2, 0, Trackers([], TrackedRun(Path(sys.argv[1]), 0, {})))
@@ -118,3 +119,21 @@ def test_a_column_that_no_step_has_had_has_no_place(tmp_path, capsys):
         "step    2/3  reward  0.500  kl 1.0e-03  lr 1.0e-06  zerovar     ",
         "step    3/3  reward  0.500  kl          lr          zerovar     ",
     ]
+
+
+def test_the_readme_shows_a_step_as_the_log_writes_it(tmp_path, capsys):
+    """But for the columns that it names as left out."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    shown = "  ".join(
+        line.strip() for line in re.search(r"```\n(step  120/240 .*?)\n```", readme, re.S)[1].splitlines()
+    )
+    columns = {label: key for label, key, _ in RL_LINE if f"  {label} " in shown}
+    left_out = [label for label, _, _ in RL_LINE if label not in columns]
+    assert left_out == ["spread", "kl", "policy-kl", "ratio", "lr", "trunc", "flop/s", "GB"]
+    assert "columns of spread, KL, ratio, rate, truncation, FLOP/s and memory:" in readme
+    texts = {key: re.search(rf"  {re.escape(label)} +(\S+)", shown)[1] for label, key in columns.items()}
+    numbers = {key: float(text.rstrip("%")) / (100 if "%" in text else 1) for key, text in texts.items()}
+    with RunLog(tmp_path, 240, 0, Trackers([], TrackedRun(tmp_path, 0, {}))) as log:
+        log.step(120, numbers)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
+    assert line.partition("  left")[0] == shown.partition("  left")[0]

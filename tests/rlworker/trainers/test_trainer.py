@@ -24,6 +24,7 @@ from rlworker.config.sections import (
     CriticConfig,
     CurriculumConfig,
     DataConfig,
+    EnvironmentConfig,
     LimitsConfig,
     PlacementConfig,
 )
@@ -214,7 +215,7 @@ def test_a_checkpoint_is_evaluated_without_trainers_to_the_rewards_of_its_run(fi
     answered alike greedily and sampled by numbers of their own; another evaluation repeats every number."""
     from rlworker.trainers.launch import launch
 
-    config, sampled = finished[0], ValidationConfig(samples=4, temperature=2.0, right_from=1.0)
+    config, sampled = finished[0], ValidationConfig(samples=4, temperature=2.0)
     data = replace(config.data, train="", heldout_sets={"again": config.data.heldout})
     own = dict(model=f"{config.run_dir}/checkpoints/step_4", run_dir=str(tmp_path), data=data, validation=sampled)
     asked = replace(config, evaluate=True, **own)
@@ -346,9 +347,8 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
         algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2, score_centering=8),
         critic=CriticConfig(train=True, lr=1e-2, clip=0.5, warmup_steps=1),
         placement=PlacementConfig(("reference",)),
-        curriculum=CurriculumConfig(
-            {data.heldout: 1.0}, buckets={0.5: 1.0, 1: 2.0}, pass_rates=(0.2, 1.0), pass_reward=0.5
-        ),
+        curriculum=CurriculumConfig({data.heldout: 1.0}, buckets={0.5: 1.0, 1: 2.0}, pass_rates=(0.2, 1.0)),
+        environment=EnvironmentConfig(pass_reward=0.5),
     )
     with trainer_of(config, digits_reward) as trainer:
         trainers = [name for name in trainer.name_workers() if "rank" in name]

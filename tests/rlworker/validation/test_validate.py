@@ -8,7 +8,7 @@ from support.environments.runners import Engines, LocalPool, encode, make_codec,
 
 from engines.config import VllmConfig
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import DataConfig
+from rlworker.config.sections import DataConfig, EnvironmentConfig
 from rlworker.config.sft import SftConfig
 from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import Row
@@ -48,12 +48,13 @@ def find_digit(text: str, row: Row) -> str:
     return text[-1]
 
 
-def make_manager(environment, **validation):
+def make_manager(environment, pass_reward=1.0, **validation):
     from rlworker.rollouts.manager import RolloutManager
 
     rollout = VllmConfig(max_new_tokens=4, max_model_len=16, temperature=0.9)
     data, validation = DataConfig(max_prompt_tokens=8), ValidationConfig(**validation)
-    config = RunConfig(rollout=rollout, data=data, validation=validation)
+    limits = EnvironmentConfig(pass_reward=pass_reward)
+    config = RunConfig(rollout=rollout, data=data, validation=validation, environment=limits)
     engines = Answers()
     loop = make_loop(LocalPool(environment), engines)
     return RolloutManager(config, make_codec(), [], engines, loop, lambda *_: nullcontext(), print)
@@ -115,7 +116,7 @@ def test_without_a_temperature_it_is_the_rollouts_and_without_samples_there_are_
 def test_a_reward_below_the_threshold_is_a_wrong_answer():
     half = one_turn(lambda text, row: 0.5 * (row.answer in text))
     sets = {"": SETS[""][:1]}
-    found = [validate(make_manager(half, samples=4, **more), sets).metrics for more in ({}, {"right_from": 0.5})]
+    found = [validate(make_manager(half, samples=4, **more), sets).metrics for more in ({}, {"pass_reward": 0.5})]
     assert [one["heldout_mean_at_4"] for one in found] == [0.25, 0.25]
     assert [one["heldout_pass_at_4"] for one in found] == [0.0, 1.0]
 

@@ -1,0 +1,1 @@
+"""Help on the command line: settings by section, and options by the names that other libraries have."""
