@@ -24,7 +24,7 @@ VLLM_OWN = _names(
 """Arguments of vLLM's LLM that the engine sets itself."""
 
 VLLM_REASONS = {
-    "it is about the distribution of tokens or their logprobs": _names(
+    "it changes the distribution of tokens or their logprobs": _names(
         "generation_config override_generation_config logits_processors watermark_config diffusion_config "
         "speculative_config spec_method spec_model spec_tokens runner convert pooler_config"
     ),
@@ -137,15 +137,12 @@ def check_pass_through(library: Literal["megatron", "vllm"], given: PassThrough)
     if clashes := sorted(given.keys() & own):
         section = where.partition(":")[0]
         raise ValueError(
-            f"{where} may not set {clashes}: the engine depends on its own values; drop them, or take the options that "
+            f"{where} may not set {clashes}, which the engine sets itself; leave them out, or take the options that "
             f"--help {section} shows"
         )
     for reason, refused in reasons.items():
         if clashes := sorted(given.keys() & refused):
-            raise ValueError(
-                f"{where} may not set {clashes}: {reason}, and the engine or its counterpart would not follow; drop "
-                "them"
-            )
+            raise ValueError(f"{where} may not set {clashes}: {reason}; leave them out")
     if known is None:
         return
     for name in given:
@@ -154,8 +151,8 @@ def check_pass_through(library: Literal["megatron", "vllm"], given: PassThrough)
             hint = f"did you mean {close[0]!r}?" if close else "drop it"
             if library == "vllm" and name in (read_installed_fields(library, _SAMPLING) or {}):
                 raise ValueError(
-                    f"{where} has {name!r}, a parameter of sampling, and the trainer follows those alone that --help "
-                    "rollout shows; drop it"
+                    f"{where} has {name!r}, a sampling parameter that the trainer cannot follow; leave it out, and see "
+                    "--help rollout for those that it follows"
                 )
             raise ValueError(f"{where} has {name!r}, which the installed {library} does not take; {hint}")
         if not fits(known[name], given[name]):
