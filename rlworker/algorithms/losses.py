@@ -236,7 +236,9 @@ def sequence_mean(batch: TrainBatch) -> tuple[Tensor, float]:
 
 
 def constant_length(batch: TrainBatch, *, tokens: int) -> tuple[Tensor, float]:
-    """Divide the sum over an episode's tokens by the constant ``tokens``, such as the longest completion's length.
+    """Return weights ``[N]`` of tokens, 1 where sampled, and their divisor: the number of episodes times ``tokens``.
+
+    ``tokens`` is a constant for all episodes, such as the most tokens that a completion may have.
 
     Source: Dr. GRPO, arXiv:2503.20783.
     """

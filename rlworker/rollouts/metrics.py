@@ -71,7 +71,7 @@ class Scores:
 
 
 def score_groups(groups: Sequence[TrajectoryGroup], codec: Codec) -> Scores:
-    """Collect the rewards ``[P * G]`` and the failures of P groups of G episodes."""
+    """Collect the rewards ``[P * G]`` of P groups of G finished episodes, and count the episodes that failed."""
     failures, examples = Counter(), []
     trajectories = [trajectory for group in groups for trajectory in group]
     for trajectory in trajectories:

@@ -187,7 +187,8 @@ class RunFolder:
 
     def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
         """Add a line to starts.jsonl: the ``step`` from which this program continues, its provenance and models, the
-        settings that differ from the previous program's, and the floor in ``state``."""
+        settings that differ from the previous program's, and, from the trainer's ``state``, the mean logprob difference
+        of the first weights where it was measured."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
         start = {"step": step} | dataclasses.asdict(collect_provenance(platform))

@@ -83,7 +83,7 @@ class Canary:
 
 
 def cut_texts(prompts: Sequence[Sequence[int]], tokens: int, shortest: int, longest: int) -> list[Row]:
-    """Cut texts from prompts so that all ids except the first of each text are at least ``tokens`` ids to score.
+    """Cut as many texts from prompts as have ``tokens`` ids to score in all: each id of a text except its first.
 
     A text joins prompts, from the first again after the last, until it has ``shortest`` ids; it is cut at ``longest``.
     The list is empty if ``longest`` leaves no id to score.

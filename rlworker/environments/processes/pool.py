@@ -252,7 +252,11 @@ def _name_worker(slot: int) -> str:
 
 
 def explain_death(reference: ray.ObjectRef) -> str | None:
-    """Return one line about how the worker of a call died; None where the call returned."""
+    """Wait for a call, and return one line about how its worker died; None if the call returned.
+
+    Raises:
+        RayTaskError: the call itself raised an error.
+    """
     try:
         ray.get(reference)
     except RayTaskError:

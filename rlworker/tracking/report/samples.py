@@ -56,7 +56,8 @@ def list_sampled_steps(folder: Path) -> list[int]:
 
 
 def show_sample(sample: dict) -> dict:
-    """Return a sample with long texts cut, and with thumbnails of its images and those of its turns."""
+    """Return a copy of a line of ``rollouts`` to show: long texts cut, and ``thumbnails`` added for its images and for
+    those of each of its turns."""
     turns = [turn | {"thumbnails": make_thumbnails(turn.get("images", ()))} for turn in sample.get("turns", ())]
     turns = [turn | {"text": cut_text(turn["text"])} for turn in turns]
     images = () if turns else sample.get("images", ())  # an episode shows them in the turns that they came in
