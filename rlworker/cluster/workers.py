@@ -294,8 +294,7 @@ class RolloutWorker(_Worker):
         self.loop.abort(keys)
 
     def parse_tools(self, texts, parser: str, tools) -> list:
-        """Parse the tool calls in each of the texts that this engine's model sampled; returns one entry for each text, as
-        ``parse_tool_calls`` does."""
+        """Find the tool calls in each of the texts that this engine's model sampled, by ``parse_tool_calls``."""
         from engines.vllm.tools import parse_tool_calls
 
         return parse_tool_calls(texts, parser, tools, self.loop.engine.model.folder)
