@@ -66,15 +66,15 @@ DEFAULT = ReasoningConfig(
     data=DataConfig(max_prompt_tokens=256, instruction="Answer with the number alone."),
     actor=MegatronConfig(
         ranks=2,
-        micro_batch_tokens=2048,
-        optimizer=OptimizerConfig(lr=3e-5, lr_scheduler="constant"),
+        micro_batch_tokens=1024,
+        optimizer=OptimizerConfig(lr=2e-5, lr_scheduler="constant"),
     ),
     rollout=VllmConfig(max_new_tokens=16, max_model_len=512, max_num_seqs=64, kv_cache_mb=512),
-    # A weight of 0.15 would also keep negative numbers, which are rare at first, but slows the first steps.
-    algorithm=AlgorithmConfig(kl_coef=0.02),
+    # So much that answers that are rare at first, such as negative numbers, are still sampled after many steps.
+    algorithm=AlgorithmConfig(kl_coef=0.15),
     steps=60,
-    prompts_per_step=16,
-    samples_per_prompt=8,
+    prompts_per_step=8,
+    samples_per_prompt=16,
     eval_every=10,
 )
 
