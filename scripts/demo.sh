@@ -31,7 +31,7 @@ while [ -e "$run/config.json" ]; do
 done
 .venv/bin/python -W ignore "${recipe[@]}" --run-dir "$run" "$@"
 if [ ${#goes_on[@]} -gt 0 ]; then
-  .venv/bin/python -W ignore "${recipe[@]}" --run-dir "$run" "$@" "${goes_on[@]}"
+  .venv/bin/python -W ignore "${recipe[@]}" "${goes_on[@]}" --run-dir "$run" "$@"
 fi
 if [ -n "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ]; then
   .venv/bin/python -m webbrowser "file://$PWD/$run/report.html" >/dev/null || true
