@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 from annotated_types import Ge, Gt, Le, Lt
 
 from engines.models.spec import ModelSpec
-from engines.models.weight import Part
+from engines.models.weight import Part, Way
 from engines.validation import FINITE, PassThrough, check_numbers, check_types
 from hardware.attention.capabilities import check_override
 from hardware.attention.rollouts import check_rollout_override
@@ -133,6 +133,11 @@ class MegatronConfig:
     def dp(self) -> int:
         """Data-parallel size: replicas of the model."""
         return self.ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def cut_sizes(self) -> dict[Way, int]:
+        """Ranks over which each way cuts a parameter."""
+        return {"tp": self.tp}
 
     def check_longest(self, longest: int) -> None:
         """Raise ValueError where a fixed number of slots does not hold the longest sequence; its last token is no

@@ -14,6 +14,7 @@ from megatron.core import tensor_parallel
 from torch.distributed import ProcessGroup, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # as documented
 
 from engines.config import MegatronConfig
+from engines.models.weight import Way
 from hardware.collectives import refuse_shared_devices
 from hardware.platform import Platform
 
@@ -69,6 +70,16 @@ def leave_distributed() -> None:
 def get_tensor_group() -> ProcessGroup:
     """Return the ranks that hold parts of the same layers."""
     return cast(ProcessGroup, mpu.get_tensor_model_parallel_group())
+
+
+def get_cut_group(way: Way) -> ProcessGroup:
+    """Return the ranks that hold the parts of a parameter which is cut in this way."""
+    found = {
+        "tp": mpu.get_tensor_model_parallel_group,
+        "ep": mpu.get_expert_model_parallel_group,
+        "etp": mpu.get_expert_tensor_parallel_group,
+    }
+    return cast(ProcessGroup, found[way]())
 
 
 def get_tensor_and_context_group() -> ProcessGroup:

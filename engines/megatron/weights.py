@@ -12,11 +12,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from engines.megatron.groups import get_tensor_group
+from engines.megatron.groups import get_cut_group
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Join, Weight
-from hardware.megatron.marks import get_cut_dim
 
 
 def _name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
@@ -56,33 +55,26 @@ def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     return list(whole[: sum(rows)].split(rows))  # without the vocabulary's padding
 
 
-def _is_cut(parameter: torch.nn.Parameter) -> bool:
-    """Return True where tensor-parallel ranks hold different parts of a parameter."""
-    return getattr(parameter, "tensor_model_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
+def _cut_shard(weight: Weight, whole: Tensor) -> Tensor:
+    """Cut out this rank's part of a whole tensor."""
+    for axis, way in weight.cut.items():
+        if (group := get_cut_group(way)).size() > 1:
+            # Gate above up, [2 ffn, h]: each half is cut for itself, so that a rank has the same columns of both.
+            halves = whole.chunk(2 if weight.join == "gated" else 1)
+            whole = torch.cat([half.chunk(group.size(), dim=axis)[group.rank()] for half in halves])
+    return whole
 
 
-def _cut_shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-    """Cut out this tensor-parallel rank's part of a whole tensor."""
-    if not _is_cut(parameter):
-        return whole
-    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    if kind == "gated":
-        # [2 ffn, h], gate above up: each half is split by itself, so that a rank has gate and up of the same columns.
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim=get_cut_dim(parameter))[rank]
-
-
-def _unshard(kind: Join, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
-    """Gather the whole tensor from every tensor-parallel rank's part: the inverse of ``_cut_shard``. Collective."""
-    if not _is_cut(parameter):
-        return value
-    group = get_tensor_group()
-    parts = [torch.empty_like(value) for _ in range(group.size())]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    if kind == "gated":
-        halves = zip(*(part.chunk(2) for part in parts))  # the gate of every rank, then up of every rank
-        return torch.cat([torch.cat(half) for half in halves])
-    return torch.cat(parts, dim=get_cut_dim(parameter))
+def _unshard(weight: Weight, value: Tensor) -> Tensor:
+    """Gather the whole tensor from every rank's part: the inverse of ``_cut_shard``. Collective."""
+    for axis, way in reversed(weight.cut.items()):
+        if (group := get_cut_group(way)).size() > 1:
+            parts = [torch.empty_like(value) for _ in range(group.size())]
+            dist.all_gather(parts, value.contiguous(), group=group)
+            # Of a gated pair the gate of every rank, then up of every rank.
+            halves = zip(*(part.chunk(2 if weight.join == "gated" else 1) for part in parts))
+            value = torch.cat([torch.cat(half, dim=axis) for half in halves])
+    return value
 
 
 @torch.no_grad()
@@ -102,7 +94,7 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
         # Rows of a padded vocabulary over all ranks; other joins do not read it.
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
         tensors = [folder[n] for n in weight.tensors]
-        value = _cut_shard(weight.join, _join(weight.join, tensors, model, rows), parameter)
+        value = _cut_shard(weight, _join(weight.join, tensors, model, rows))
         if value.shape != parameter.shape:
             raise ValueError(
                 f"model: {list(weight.tensors)} in {model.folder!r} give {name} the shape {tuple(value.shape)}, "
@@ -129,7 +121,7 @@ def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data
         for name in names:
             weight, mine = model.find_weight(name), None
             if stage == stages.rank():
-                mine = _unshard(weight.join, parameters[name], value_of(parameters[name]))
+                mine = _unshard(weight, value_of(parameters[name]))
             whole = _send_from_stage(mine, stage, stages)
             yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
 

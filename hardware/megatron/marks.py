@@ -11,8 +11,3 @@ def mark_sequence_parallel(parameters: Iterable[Any], config) -> None:
     """
     for parameter in parameters:
         parameter.sequence_parallel = config.sequence_parallel
-
-
-def get_cut_dim(parameter: Any) -> int:
-    """Return the dimension along which Megatron has cut a parameter over the tensor-parallel ranks."""
-    return parameter.partition_dim

@@ -13,7 +13,7 @@ class NpuAttention(CoreAttention):
     """One call of the kernel for a micro-batch, two under context parallelism."""
 
     def rotate(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        return super().rotate(x, rotary) if self.form.scales_rotary else rotate_fused(x, rotary)
+        return super().rotate(x, rotary) if self.scales_rotary else rotate_fused(x, rotary)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: NpuPlan, rule: Rule) -> Tensor:
         outs = [self._call(query, key, value, call) for call in plan.calls[rule]]

@@ -75,9 +75,9 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     for name, weight in model.weights.items():
         if _find_stage(name, model, config) == stage:
             shared = copied and name == EMBEDDING
-            parameters.append(Parameter(name, weight.cut_shape(config.tp), weight.part, shared))
+            parameters.append(Parameter(name, weight.cut_shape(config.cut_sizes), weight.part, shared))
     if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
-        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.tp), shared=True))
+        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.cut_sizes), shared=True))
     return parameters
 
 
