@@ -187,8 +187,8 @@ class ModelSpec(DecoderSizes):
         """
         if megatron_name not in self.weights:
             raise ValueError(
-                f"model: {self.model_type} states no parameter {megatron_name}, which Megatron has; state it in "
-                f"engines/models/families/{self.model_type}.py"
+                f"model: {self.model_type} states no parameter {megatron_name}, which Megatron has; state it in its "
+                "file in engines/models/families"
             )
         return self.weights[megatron_name]
 

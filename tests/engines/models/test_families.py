@@ -18,7 +18,7 @@ SIZES = ({}, {"tp": 2, "ranks": 2}, {"pp": 2, "ranks": 4}, {"tp": 2, "cp": 2, "r
 
 def write_family(folder: Path, model_type: str, name: str | None = None) -> str:
     """Write what llama's file states under another ``model_type``: all that is done to add a family."""
-    text = Path(families.__path__[0], "llama.py").read_text()
+    text = Path(families.__path__[0], "text", "llama.py").read_text()
     assert text.count('model_type="llama"') == 1
     folder.mkdir()
     (folder / f"{name or model_type}.py").write_text(text.replace('model_type="llama"', f'model_type="{model_type}"'))

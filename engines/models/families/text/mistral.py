@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.models.families.llama import FAMILY as LLAMA
+from engines.models.families.text.llama import FAMILY as LLAMA
 from engines.models.hf_config import NEEDED, read_rope
 from engines.models.layer import LayerKind
 from hardware.attention.rules import CAUSAL, Rule

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.models.families._pieces import linear
-from engines.models.families.gemma3_text import FAMILY as TEXT
-from engines.models.families.gemma3_text import read_layers as read_text_layers
+from engines.models.families.text.gemma3_text import FAMILY as TEXT
+from engines.models.families.text.gemma3_text import read_layers as read_text_layers
 from engines.models.layer import LayerKind
 from engines.models.vision_spec import Tower, VisionSpec
 from engines.validation import fits

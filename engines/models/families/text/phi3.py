@@ -4,9 +4,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.models.families.llama import FAMILY as LLAMA
-from engines.models.families.mistral import SWITCHES
-from engines.models.families.mistral import read_layers as read_alike
+from engines.models.families.text.llama import FAMILY as LLAMA
+from engines.models.families.text.mistral import SWITCHES
+from engines.models.families.text.mistral import read_layers as read_alike
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 
