@@ -48,7 +48,7 @@ MEGATRON_OWN = _names(
     "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
     "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
     "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers "
-    "deterministic_mode"
+    "deterministic_mode hetereogenous_dist_checkpoint"
 )
 """Fields of Megatron's TransformerConfig that the engine sets itself."""
 

@@ -210,8 +210,12 @@ class MegatronEngine:
         ids, embedded = layout.pack(micro.inputs, fill=self.pad_id), None
         if self.vision:
             embedded, inputs = self.vision.embed(ids, micro, layout, inputs)
+        further = {}
+        if self.model.experts:
+            part = mpu.get_tensor_model_parallel_rank() if self.transformer.sequence_parallel else 0
+            further["padding_mask"] = layout.list_filled(part, self.config.tp)
         with self.platform.wrap_forward(inputs):
-            return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs)
+            return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs, **further)
 
     @record_function("outputs")
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:

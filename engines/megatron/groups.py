@@ -54,6 +54,8 @@ def init_distributed(
         config.tp,
         config.pp,
         context_parallel_size=config.cp,
+        expert_model_parallel_size=config.cut_sizes["ep"],
+        expert_tensor_parallel_size=config.cut_sizes["etp"],
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, config.timeout_s // 60),
     )

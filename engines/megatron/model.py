@@ -80,6 +80,8 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
         apply_rope_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=config.deterministic,
+        # Layers of one kind lie in a checkpoint as one tensor of each parameter, layers of several do not.
+        hetereogenous_dist_checkpoint=len({(kind.mixer, kind.mlp) for kind in model.kinds}) > 1,
     )
     settings |= _RECOMPUTE[config.recompute]
     return TransformerConfig(**settings | config.megatron)
@@ -90,6 +92,11 @@ class Decoder(GPTModel):
 
     output_layer: Any
     """Megatron's over the vocabulary, or a ``ValueHead``."""
+
+    def _preprocess(self, *args, padding_mask=None, **kwargs):
+        # Megatron would take it for a mask of the first stage's ids, and cut it there. Ours is of any stage, and cut.
+        found = super()._preprocess(*args, **kwargs)
+        return (*found[:5], padding_mask, *found[6:])
 
     def _postprocess(self, hidden_states, *args, **kwargs):
         return hidden_states

@@ -26,7 +26,7 @@ def _name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
 
 
 def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
-    """Join HF tensors to one of Megatron's: qkv by query group, gate above up, vocabulary padded to ``rows``."""
+    """Join HF tensors to one of Megatron's, as ``Weight.join`` says; a vocabulary is padded to ``rows``."""
     if kind == "qkv":
         # [heads * d, h] of q and [kv_heads * d, h] of k and v -> [kv_heads, rows of a group, h]: q of group 0, its k,
         # its v, then group 1. So tensor parallelism cuts between groups and each rank has all that its heads need.
@@ -34,6 +34,10 @@ def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Ten
         return torch.cat([part.unflatten(0, (model.kv_heads, -1)) for part in parts], dim=1).flatten(0, 1)
     if kind == "gated":
         return torch.cat(tensors)
+    if kind == "experts":
+        return torch.stack(tensors)
+    if kind == "gated_experts":
+        return torch.stack(tensors).unflatten(0, (-1, 2))
     if kind == "vocabulary":
         return F.pad(tensors[0], (0, 0, 0, rows - tensors[0].shape[0]))  # [v, h] -> [rows, h], zeros at the end
     return tensors[0]
@@ -47,6 +51,8 @@ def _count_qkv_rows(model: ModelSpec) -> list[int]:
 def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     """Split a Megatron tensor into its HuggingFace tensors: the inverse of ``_join``."""
     rows = [shape[0] for shape in weight.tensors.values()]  # of each HF tensor, in the order of their join
+    if weight.join in ("experts", "gated_experts"):
+        return list(whole.flatten(0, -3))  # but for the last two axes, of which each HF tensor has its own
     if weight.join == "qkv":
         groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
         parts = groups.split([count // model.kv_heads for count in _count_qkv_rows(model)], dim=1)

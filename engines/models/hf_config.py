@@ -82,7 +82,8 @@ def check_keys(config: dict, path: Path, family: Family) -> None:
         if key in config and not fits(kind, config[key]):
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {spell(kind)}")
     for key in (*_SIZES, *LENGTHS, "num_key_value_heads", "head_dim", "sliding_window"):
-        if config.get(key) is not None and config[key] < 1:
+        is_used = key != "sliding_window" or config.get("use_sliding_window", True)  # Qwen2-MoE saves 0 without one
+        if is_used and config.get(key) is not None and config[key] < 1:
             raise ValueError(f"model: {path} has {key} {config[key]}, expected at least 1")
     if not 0 < config["rms_norm_eps"] < 1:
         raise ValueError(f"model: {path} has rms_norm_eps {config['rms_norm_eps']}, expected between 0 and 1")

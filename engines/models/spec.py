@@ -15,9 +15,11 @@ from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
-from hardware.megatron.form import LayerOptions
+from hardware.megatron.form import Experts, LayerOptions
 
-if TYPE_CHECKING:  # models of text alone load nothing of images
+if TYPE_CHECKING:  # a spec is read before anything takes the time to import torch; of text alone without images
+    from torch import Tensor
+
     from engines.models.vision_spec import VisionSpec
 
 
@@ -144,6 +146,16 @@ class ModelSpec(DecoderSizes):
         return tuple(replace(kind.options, **found) for kind, found in zip(self.kinds, rotary, strict=True))
 
     @property
+    def mlp_widths(self) -> dict[str, int]:
+        """Widths of the MLPs that layers have, which tensor parallelism cuts, by their name in a message."""
+        return {"ffn size": self.ffn} if any(not kind.options.experts for kind in self.kinds) else {}
+
+    @property
+    def experts(self) -> Experts | None:
+        """Mixture of the layers that have one, alike in all of them; None of a dense model."""
+        return next((kind.options.experts for kind in self.kinds if kind.options.experts), None)
+
+    @property
     def activation(self) -> str:
         """HuggingFace's name of the MLPs' activation."""
         return self.family.activation[1]
@@ -203,6 +215,18 @@ class ModelSpec(DecoderSizes):
                 return saved + name.removeprefix(prefix)
         return name
 
+    def split_parameter(self, name: str, values: "Tensor") -> "dict[str, Tensor]":
+        """Split a parameter of transformers' module, or its gradient, into tensors of a saved folder by their names."""
+        name = self.find_folder_name(name)
+        if (weight := self._joined_in_module.get(name)) is None:
+            return {name: values}
+        parts = values.reshape(len(weight.tensors), *next(iter(weight.tensors.values())))
+        return dict(zip(weight.tensors, parts, strict=True))
+
+    @cached_property
+    def _joined_in_module(self) -> dict[str, Weight]:
+        return {weight.module: weight for weight in self.weights.values() if weight.module}
+
     def list_hf_names(self) -> set[str]:
         """List the tensors that a saved model of this shape has; a tied output layer is no tensor of its own."""
         return {name for weight in self.weights.values() for name in weight.tensors}
@@ -231,10 +255,16 @@ class ModelSpec(DecoderSizes):
         """
         lookup = 0 if self.tied else self.vocab * self.hidden
         named = (weight for weight in self.weights.values() if weight.part == "language")
-        weights = sum(math.prod(shape) for weight in named for shape in weight.tensors.values()) - lookup
+        weights = sum(self._count_used(weight) for weight in named) - lookup
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
         pairs = sum(length**2 for length in lengths) / 2
         return 6.0 * weights * tokens + 12.0 * self.layers * self.heads * self.head_dim * pairs
+
+    def _count_used(self, weight: Weight) -> float:
+        """Count the elements that a token is multiplied by: those of its own experts alone."""
+        count = sum(math.prod(shape) for shape in weight.tensors.values())
+        is_expert = self.experts and "ep" in weight.cut.values()
+        return count * self.experts.chosen / self.experts.count if self.experts and is_expert else count
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:

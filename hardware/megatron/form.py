@@ -4,6 +4,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of a layer's MLP.
+
+    Attributes:
+        count: experts of the layer. chosen: experts of each token. ffn: width of an expert.
+        is_normed: the weights of a token's chosen experts are scaled to add up to 1.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    is_normed: bool
+
+
+@dataclass(frozen=True)
 class LayerOptions:
     """Options of a layer's arithmetic in which families differ, or layers of one.
 
@@ -13,6 +28,7 @@ class LayerOptions:
         attention_scale: of the scores; None is 1 / sqrt(head_dim).
         rotary: number of its rotary embedding among the model's.
         scales_rotary: its cosines and sines are scaled, possibly above 1, as in yarn.
+        experts: the mixture that it has in the place of an MLP; None has an MLP.
     """
 
     norms_from_one: bool = False
@@ -20,6 +36,7 @@ class LayerOptions:
     attention_scale: float | None = None
     rotary: int = 0
     scales_rotary: bool = False
+    experts: Experts | None = None
 
 
 PLAIN = LayerOptions()

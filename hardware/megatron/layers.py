@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
+from hardware.megatron.experts import ExpertLayer
 from hardware.megatron.form import PLAIN, LayerOptions
 from hardware.megatron.marks import mark_sequence_parallel
 
@@ -174,7 +176,11 @@ def _build_layer(
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
     norm = cast(Any, NormFromOne if options.norms_from_one else plain_norm)  # Megatron's annotation leaves out classes
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
-    parts.mlp.module = mlp
+    if options.experts:
+        # No ModuleSpec: of one with a class that it does not know, Megatron warns in every layer.
+        parts.mlp = SimpleNamespace(module=ExpertLayer, params={"experts": options.experts})
+    else:
+        parts.mlp.module = mlp
     if options.post_norms:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.

@@ -104,7 +104,8 @@ def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) 
     trainable = role != "reference"
     cpu_offload = isinstance(config, RunConfig) and role in config.placement.cpu_offload
     micro = MicroBatch(slots, max(1, slots // count_row_slots(config)))
-    ranks = range(actor.dp * actor.cp if trainable else 1)
+    # Without experts, the tensor-parallel ranks that hold parts of the same parameters have equally much.
+    ranks = range(0, actor.ranks // actor.pp if trainable else 1, 1 if model.experts else actor.tp)
     memories = (
         compute_rank_memory(model, actor, stage, rank, micro, kernels, trainable=trainable, cpu_offload=cpu_offload)
         for rank in ranks

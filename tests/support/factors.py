@@ -4,6 +4,7 @@ import math
 import re
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3")
+EXPERT_FAMILIES = ("qwen3_moe", "qwen3_moe-dense")
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "internvl")
 VIDEO_FAMILIES = ("qwen3_vl",)
 TIED = ("tied", "untied")

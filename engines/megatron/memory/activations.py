@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from hardware.megatron.form import LayerOptions
+from hardware.megatron.form import Experts, LayerOptions
 from hardware.platform import KernelMemory
 
 FP32 = 4
@@ -93,8 +93,26 @@ def _count_layer(
         core=query + keys_and_values + sums + copied,
         output=out + copied,
         core_input=core_input,
-        mlp=(3 if kernels.fuses_swiglu and model.activation == "silu" else 5) * ffn,
+        mlp=_count_experts(options.experts, model.hidden, size) * slots
+        if options.experts
+        else (3 if kernels.fuses_swiglu and model.activation == "silu" else 5) * ffn,
     )
+
+
+_INDEX = 8
+"""Bytes of a number of a token or an expert."""
+
+
+def _count_experts(experts: Experts, hidden: int, size: int) -> float:
+    """Count the bytes that a mixture keeps for the backward pass, for each slot as if it held a token.
+
+    For each token: its hidden state in fp32 and its place; scores, and the chosen ones before and after they are
+    scaled. For each of its experts: a row of the input; gate, up, activation, their product and that times the row's
+    weight; the weight, its expert and two places.
+    """
+    row = (hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
+    token = (hidden * FP32 if size < FP32 else 0) + (experts.count + 2 * experts.chosen) * FP32 + _INDEX
+    return experts.chosen * row + token
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, parse_size
+from support.factors import EXPERT_FAMILIES, FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, parse_size
 from support.huggingface import name_gradients, run_forward
 from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, make_batch, run_case
@@ -45,7 +45,8 @@ def hf_steps(spec: ModelSpec) -> dict:
             result["gradients"] = {name: g.clone() for name, g in name_gradients(model, spec).items()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
-    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    weights = (spec.split_parameter(name, p.detach().clone()) for name, p in model.named_parameters())
+    result["weights"] = {name: tensor for part in weights for name, tensor in part.items()}
     return result
 
 
@@ -125,6 +126,11 @@ MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
 )
 def test_parity(compare, size, family, tied, layout, recompute, micro):
     compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": ("none", "core", "full"), "micro": tuple(MICRO)})
+def test_experts(compare, family, layout, recompute, micro):
+    compare("one", family, False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
 @matrix({"size": TWO_RANKS, "layout": LAYOUTS, "recompute": ("none", "core", "full")})

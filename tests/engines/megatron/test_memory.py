@@ -16,6 +16,7 @@ MODELS = {
     "qwen3-untied": ("qwen3", False, "language"),
     "llama-critic": ("llama", False, "value"),
     "gemma3-tied": ("gemma3_text", True, "language"),
+    "qwen3_moe-dense": ("qwen3_moe-dense", False, "language"),
 }
 """Family, whether its embeddings are tied, and its head."""
 
@@ -33,7 +34,10 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     engine = build_engine(rank, world, address, model, settings)
     for part in engine.optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)
-    parts, buffers = engine.optimizer.chained_optimizers, engine.module.buffers
+    parts, buffers = (
+        engine.optimizer.chained_optimizers,
+        [*engine.module.buffers, *engine.module.expert_parallel_buffers],
+    )
     masters = [shard for part in parts for group in part.shard_fp32_from_float16_groups for shard in group]
     states = [state for part in parts for state in part.optimizer.state.values()]
     kept = [*masters, *(value for state in states for value in state.values())]
@@ -43,7 +47,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
     }
-    stage, place = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True)
+    stage, place = mpu.get_pipeline_model_parallel_rank(), rank % (world // engine.config.pp)
     memory = compute_rank_memory(model, engine.config, stage, place, MicroBatch(), engine.platform.kernel_memory)
     planned = vars(memory)
     parameters = [(name, tuple(p.shape)) for name, p in _name_parameters(engine.module.module).items()]
@@ -112,6 +116,7 @@ CASES = [
     ("qwen2", "CP2", {}),
     ("qwen3", "PP2", {}),
     ("gemma3_text", "one", {}),
+    ("qwen3_moe", "one", {}),
 ]
 MORE_CASES = [
     ("qwen3", "one", {}),
@@ -125,6 +130,9 @@ MORE_CASES = [
     ("gemma3_text", "TP2", {"dtype": "bfloat16"}),
     ("gemma3_text", "one", {"recompute": "full", "layout": "bshd"}),
     ("gemma3_text", "one", {"recompute": "core"}),
+    ("qwen3_moe", "one", {"dtype": "bfloat16"}),
+    ("qwen3_moe-dense", "one", {"recompute": "full"}),
+    ("qwen3_moe", "TP2", {}),
 ]
 
 

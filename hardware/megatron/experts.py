@@ -1,0 +1,107 @@
+"""A mixture of experts in the place of a layer's MLP: its router, and grouped products.
+
+One grouped matrix product of torch computes all experts of a rank, on a CPU and on CUDA alike. Megatron-core 0.16.1
+needs TransformerEngine or grouped_gemm for that, and routes padding as well.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]  as documented
+
+from hardware.megatron.form import Experts
+from hardware.megatron.marks import mark_experts, mark_sequence_parallel
+
+
+class Router(torch.nn.Module):
+    """Chooses the experts of each token by a softmax over all, in fp32. ``weight`` is ``[experts, h]``."""
+
+    def __init__(self, config, experts: Experts):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype))
+        mark_sequence_parallel([self.weight], config)
+        self.chosen, self.is_normed = experts.chosen, experts.is_normed
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
+        scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
+        weights, numbers = scores.topk(self.chosen, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True) if self.is_normed else weights), numbers
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts. ``weight1 [experts, 2, f, h]`` has gate and up, ``weight2 [experts, h, f]`` down.
+
+    The width f is that of an expert's part on this rank. Rows of 16-bit numbers must be whole multiples of 16 bytes,
+    which torch asks for.
+    """
+
+    def __init__(self, config, experts: Experts):
+        super().__init__(config)
+        groups = mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+        self.ep, self.etp = cast(tuple[ProcessGroup, ProcessGroup], groups)
+        self.count, ffn = experts.count // self.ep.size(), experts.ffn // self.etp.size()
+        make = lambda *shape: torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))  # noqa: E731
+        self.weight1 = make(self.count, 2, ffn, config.hidden_size)
+        self.weight2 = make(self.count, config.hidden_size, ffn)
+        mark_experts([self.weight1, self.weight2], cut_dim=2)
+
+    def forward(self, x: Tensor, weights: Tensor, numbers: Tensor) -> Tensor:
+        """Compute the experts' outputs ``[n, h]``, each times its weight; partial sums over the ranks of an expert.
+
+        Args:
+            x: ``[n, h]``, a row for each token and expert, expert by expert. weights: ``[n]``. numbers: ``[n]``, of
+                this rank's experts.
+        """
+        own = torch.arange(self.count, device=numbers.device)
+        ends = torch.searchsorted(numbers, own, right=True, out_int32=True)
+        gate, up = F.grouped_mm(x, self.weight1.flatten(1, 2).transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        inner = (self.config.activation_func(gate) * up * weights[:, None]).to(x.dtype)
+        return F.grouped_mm(inner, self.weight2.transpose(1, 2), offs=ends)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Name both weights for a checkpoint, as whole tensors that are cut by expert and by width."""
+        ahead, replica = len(sharded_offsets), (0, 0, mpu.get_expert_data_parallel_rank())
+        cuts = [(axis + ahead, group.rank(), group.size()) for axis, group in ((0, self.ep), (2, self.etp))]
+        return {
+            # The parameter itself: the optimizer finds its state by it.
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}", parameter, *sharded_offsets, *cuts, replica_id=replica, prepend_axis_num=ahead
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+
+class ExpertLayer(MegatronModule):
+    """A layer of experts: the router and the experts of this rank."""
+
+    def __init__(self, config, experts: Experts):
+        super().__init__(config)
+        self.router, self.experts = Router(config, experts), GroupedExperts(config, experts)
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_) -> tuple[Tensor, None]:
+        """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.
+
+        Args:
+            padding_mask: ``[n]`` long, the slots of ``[s * b]`` that hold a token; None where all do. Megatron's name
+                of the argument that it hands on to MLPs, through pipeline stages and recomputation. Slots without a
+                token reach no expert, and their output is 0.
+        """
+        slots, x = padding_mask, hidden.flatten(0, 1)
+        found = self._route(x if slots is None else x.index_select(0, slots))
+        found = found if slots is None else torch.zeros_like(x).index_copy(0, slots, found)
+        return found.view_as(hidden), None
+
+    def _route(self, x: Tensor) -> Tensor:
+        """Compute the weighted sum of each token's experts: ``[n, h] -> [n, h]``."""
+        weights, numbers = self.router(x)
+        chosen = numbers.shape[1]
+        numbers, order = numbers.flatten().sort(stable=True)  # [n * k], expert by expert
+        rows, weights = x.index_select(0, order // chosen), weights.flatten().index_select(0, order)
+        found = self.experts(rows, weights, numbers)
+        return found.index_select(0, order.argsort()).unflatten(0, (len(x), chosen)).sum(dim=1)
