@@ -66,6 +66,10 @@ class MegatronConfig:
     """Pipeline-parallel size."""
     cp: Annotated[int, Ge(1)] = 1
     """Context-parallel size."""
+    ep: Annotated[int, Ge(1)] = 1
+    """Expert-parallel size: ranks of tp, cp and data parallelism that share out the experts of a layer."""
+    etp: Annotated[int, Ge(1)] = 1
+    """Ranks that each expert itself is cut over."""
     layout: Literal["thd", "bshd"] = "thd"
     """Layout of a micro-batch: thd packs sequences end to end, bshd gives each sequence a padded row."""
     pad_to_multiple_of: Annotated[int, Ge(1)] = 1
@@ -103,6 +107,11 @@ class MegatronConfig:
                 f"actor: tp={self.tp} x pp={self.pp} x cp={self.cp} needs a multiple of {model_parallel} ranks, got "
                 f"{self.ranks}; set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
             )
+        if self.ranks % (spread := self.pp * self.ep * self.etp):
+            raise ValueError(
+                f"actor: pp={self.pp} x ep={self.ep} x etp={self.etp} needs a multiple of {spread} ranks, got "
+                f"{self.ranks}; set --actor.ranks or lower --actor.ep or --actor.etp"
+            )
         if self.slots % (unit := compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)):
             raise ValueError(
                 f"actor: slots={self.slots} must be a multiple of {unit}, which tp={self.tp}, cp={self.cp} and "
@@ -128,7 +137,7 @@ class MegatronConfig:
     @property
     def cut_sizes(self) -> dict[Way, int]:
         """Ranks over which each way cuts a parameter."""
-        return {"tp": self.tp, "ep": 1, "etp": 1}
+        return {"tp": self.tp, "ep": self.ep, "etp": self.etp}
 
     def check_longest(self, longest: int) -> None:
         """Raise ValueError where a fixed number of slots does not hold the longest sequence; its last token is no
@@ -150,6 +159,11 @@ class MegatronConfig:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
         if model.experts:
             self._check_experts(model.experts, model.hidden)
+        elif self.ep * self.etp > 1:
+            raise ValueError(
+                f"actor: ep={self.ep} and etp={self.etp} spread experts, and the model has none; leave --actor.ep and "
+                "--actor.etp out"
+            )
         if (self.tp - 1) * -(-model.vocab // self.tp) >= model.vocab:
             raise ValueError(
                 f"actor: tp={self.tp} leaves a rank none of the model's {model.vocab} tokens; lower --actor.tp"
@@ -173,11 +187,17 @@ class MegatronConfig:
             )
 
     def _check_experts(self, experts: Experts, hidden: int) -> None:
-        """Raise ValueError where torch has no grouped product of an expert's part."""
+        """Raise ValueError where experts cannot be cut so, or torch has no grouped product of an expert's part."""
+        for name, size, value in (("ep", self.ep, experts.count), ("etp", self.etp, experts.ffn)):
+            if value % size:
+                what = "experts" if name == "ep" else "experts' ffn size"
+                raise ValueError(
+                    f"actor: {name}={size} does not divide the model's {value} {what}; lower --actor.{name}"
+                )
         # "strides should be multiple of 16 bytes" (torch 2.13, grouped_mm)
-        for name, width in (("experts' ffn size", experts.ffn), ("hidden size", hidden)):
+        for name, width in (("part of an expert", experts.ffn // self.etp), ("hidden size", hidden)):
             if self.dtype == "bfloat16" and width % 8:
                 raise ValueError(
-                    f"actor: dtype=bfloat16 needs a multiple of 8 columns of each expert, and the model's {name} is "
-                    f"{width}; set --actor.dtype float32"
+                    f"actor: dtype=bfloat16 needs a multiple of 8 columns of each expert, and the {name} has {width}; "
+                    "lower --actor.etp or set --actor.dtype float32"
                 )

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -83,6 +84,16 @@ def _unshard(weight: Weight, value: Tensor) -> Tensor:
     return value
 
 
+def _select_experts(weight: Weight) -> Weight:
+    """Select this rank's experts of a weight that has a tensor of each, so that no others are read."""
+    if weight.cut.get(0) != "ep":
+        return weight
+    group, names = get_cut_group("ep"), list(weight.tensors)
+    count = len(names) // group.size()
+    own = {name: weight.tensors[name] for name in names[group.rank() * count :][:count]}
+    return replace(weight, tensors=own, cut={axis: way for axis, way in weight.cut.items() if axis})
+
+
 @torch.no_grad()
 def load_weights(module: GPTModel, model: ModelSpec) -> None:
     """Fill this rank's parameters from the model's folder; a critic's head that the folder lacks stays as it is, zero.
@@ -94,7 +105,7 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
     folder.check(model)
     for name, parameter in _name_parameters(module).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
-        weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
+        weight = _select_experts(model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name))
         if any(n not in folder for n in weight.tensors):
             continue
         # Rows of a padded vocabulary over all ranks; other joins do not read it.
@@ -110,11 +121,15 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
 
 
 @torch.no_grad()
-def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
+def export_weights(
+    module: GPTModel, model: ModelSpec, value_of=lambda p: p.data, only_helps: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:
         value_of: function of a parameter that returns the tensor to export, such as its gradient.
+        only_helps: yield nothing and hand out this rank's parts of experts alone, which ranks of several replicas
+            hold between them.
     """
     stages = cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
     parameters = _name_parameters(module)
@@ -126,8 +141,10 @@ def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data
     for stage, names in enumerate(names_by_stage):
         for name in names:
             weight, mine = model.find_weight(name), None
-            if stage == stages.rank():
+            if stage == stages.rank() and (not only_helps or "ep" in weight.cut.values()):
                 mine = _unshard(weight, value_of(parameters[name]))
+            if only_helps:
+                continue
             whole = _send_from_stage(mine, stage, stages)
             yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
 

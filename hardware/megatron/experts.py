@@ -1,15 +1,17 @@
-"""A mixture of experts in the place of a layer's MLP: its router, and grouped products.
+"""A mixture of experts in the place of a layer's MLP: its router, the way of tokens to experts, grouped products.
 
 One grouped matrix product of torch computes all experts of a rank, on a CPU and on CUDA alike. Megatron-core 0.16.1
-needs TransformerEngine or grouped_gemm for that, and routes padding as well.
+needs TransformerEngine or grouped_gemm for that, its dispatcher needs CUDA streams, and it routes padding as well.
 """
 
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]  as documented
@@ -83,6 +85,7 @@ class ExpertLayer(MegatronModule):
     def __init__(self, config, experts: Experts):
         super().__init__(config)
         self.router, self.experts = Router(config, experts), GroupedExperts(config, experts)
+        self.group = cast(ProcessGroup, mpu.get_expert_tensor_and_model_parallel_group())
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_) -> tuple[Tensor, None]:
         """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.
@@ -103,5 +106,31 @@ class ExpertLayer(MegatronModule):
         chosen = numbers.shape[1]
         numbers, order = numbers.flatten().sort(stable=True)  # [n * k], expert by expert
         rows, weights = x.index_select(0, order // chosen), weights.flatten().index_select(0, order)
-        found = self.experts(rows, weights, numbers)
+        compute = self.experts if self.group.size() == 1 else self._exchange
+        found = compute(rows, weights, numbers)
         return found.index_select(0, order.argsort()).unflatten(0, (len(x), chosen)).sum(dim=1)
+
+    def _exchange(self, rows: Tensor, weights: Tensor, numbers: Tensor) -> Tensor:
+        """Compute as ``GroupedExperts`` does, on the ranks that hold the experts: ``[n, h] -> [n, h]``.
+
+        A row goes to every rank that holds a part of its expert, and the partial sums of them come back. The ranks of
+        an expert are neighbours in the group.
+        """
+        ranks, parts, own = self.group.size(), self.experts.etp.size(), self.experts.count
+        every = torch.arange(ranks // parts * own, device=numbers.device)
+        ends = torch.searchsorted(numbers, every, right=True)
+        sent = ends.diff(prepend=ends.new_zeros(1)).view(-1, own).repeat_interleave(parts, dim=0)  # [ranks, own] rows
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        to, back = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+        copy = lambda x: torch.cat([part for part in x.split(to[::parts]) for _ in range(parts)])  # noqa: E731
+        arrived, weights = (all_to_all(self.group, copy(x) if parts > 1 else x, back, to) for x in (rows, weights))
+        # They arrive rank by rank, and from each expert by expert.
+        here = torch.arange(own, device=numbers.device).repeat(ranks)
+        here, order = here.repeat_interleave(received.flatten(), output_size=sum(back)).sort(stable=True)
+        found = self.experts(arrived.index_select(0, order), weights.index_select(0, order), here)
+        found = all_to_all(self.group, found.index_select(0, order.argsort()), to, back)
+        if parts == 1:
+            return found
+        found = found.split(to)
+        return torch.cat([torch.stack(found[i : i + parts]).sum(dim=0) for i in range(0, ranks, parts)])

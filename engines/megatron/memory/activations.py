@@ -93,7 +93,7 @@ def _count_layer(
         core=query + keys_and_values + sums + copied,
         output=out + copied,
         core_input=core_input,
-        mlp=_count_experts(options.experts, model.hidden, size) * slots
+        mlp=_count_experts(options.experts, model.hidden, size, config.etp) * slots
         if options.experts
         else (3 if kernels.fuses_swiglu and model.activation == "silu" else 5) * ffn,
     )
@@ -103,14 +103,15 @@ _INDEX = 8
 """Bytes of a number of a token or an expert."""
 
 
-def _count_experts(experts: Experts, hidden: int, size: int) -> float:
+def _count_experts(experts: Experts, hidden: int, size: int, parts: int) -> float:
     """Count the bytes that a mixture keeps for the backward pass, for each slot as if it held a token.
 
     For each token: its hidden state in fp32 and its place; scores, and the chosen ones before and after they are
     scaled. For each of its experts: a row of the input; gate, up, activation, their product and that times the row's
-    weight; the weight, its expert and two places.
+    weight; the weight, its expert and two places. Of an expert in several parts each rank has a row. Experts are taken
+    to get equally many tokens.
     """
-    row = (hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
+    row = (parts * hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
     token = (hidden * FP32 if size < FP32 else 0) + (experts.count + 2 * experts.chosen) * FP32 + _INDEX
     return experts.chosen * row + token
 

@@ -16,7 +16,6 @@ MODELS = {
     "qwen3-untied": ("qwen3", False, "language"),
     "llama-critic": ("llama", False, "value"),
     "gemma3-tied": ("gemma3_text", True, "language"),
-    "qwen3_moe-dense": ("qwen3_moe-dense", False, "language"),
 }
 """Family, whether its embeddings are tied, and its head."""
 
@@ -61,6 +60,23 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
     family, tied, head = MODELS[model]
     folder, settings = make_hf_model(family, tied), parse_size(size)
     for rank in two_ranks.run(bytes_held, draw_address(), folder, settings | {"dtype": dtype}, head):
+        assert rank["parameters"] == rank["wanted"]
+        assert rank["held"] == rank["planned"]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ("TP2-EP2", "bfloat16"),
+        *(
+            pytest.param(size, "float32", marks=pytest.mark.large)
+            for size in ("DP2-EP2", "TP2-ETP2", "CP2", "TP2-DP2-EP2", "PP2-TP2-EP2")
+        ),
+    ],
+)
+def test_planned_bytes_of_experts(pool_of, make_hf_model, size, dtype):
+    settings = parse_size(size) | {"dtype": dtype}
+    for rank in pool_of(size).run(bytes_held, draw_address(), make_hf_model("qwen3_moe", False), settings, "language"):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
 

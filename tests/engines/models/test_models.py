@@ -256,10 +256,27 @@ def test_what_a_mixture_lacks_is_refused(make_hf_model, tmp_path, changes, messa
         ModelSpec.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("qwen3_moe", dict(ep=3, ranks=3), "ep=3 does not divide the model's 8 experts; lower --actor.ep"),
+        ("qwen3_moe", dict(etp=3, ranks=3), "etp=3 does not divide the model's 32 experts' ffn size"),
+        ("qwen2", dict(ep=2, ranks=2), "ep=2 and etp=1 spread experts, and the model has none"),
+    ],
+)
+def test_experts_that_do_not_fit_the_ranks_are_refused(make_hf_model, family, settings, message):
+    with pytest.raises(ValueError, match=r"pp=1 x ep=4 x etp=2 needs a multiple of 8 ranks, got 4; set --actor.ranks"):
+        MegatronConfig(ranks=4, tp=2, ep=4, etp=2)
+    with pytest.raises(ValueError, match=message):
+        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model(family, False)))
+
+
 def test_experts_of_other_widths_are_refused_in_bfloat16(make_hf_model):
     spec = ModelSpec.from_folder(make_hf_model("qwen3_moe", False))
     narrow = replace(spec.kinds[0].options, experts=replace(spec.experts, ffn=36))
     spec = replace(spec, kinds=tuple(replace(kind, options=narrow) for kind in spec.kinds))
     MegatronConfig().check_model(spec)
-    with pytest.raises(ValueError, match=r"multiple of 8 columns of each expert, .* ffn size is 36; set --actor.dtype"):
+    with pytest.raises(
+        ValueError, match=r"multiple of 8 columns of each expert, and the part of an expert has 36; lower --actor.etp"
+    ):
         MegatronConfig(dtype="bfloat16").check_model(spec)
