@@ -148,7 +148,9 @@ class ModelSpec(DecoderSizes):
     @property
     def mlp_widths(self) -> dict[str, int]:
         """Widths of the MLPs that layers have, which tensor parallelism cuts, by their name in a message."""
-        return {"ffn size": self.ffn} if any(not kind.options.experts for kind in self.kinds) else {}
+        widths = {"ffn size": self.ffn} if any(not kind.options.experts for kind in self.kinds) else {}
+        shared = self.experts.shared if self.experts else 0
+        return widths | ({"shared expert's ffn size": shared} if shared else {})
 
     @property
     def experts(self) -> Experts | None:

@@ -4,6 +4,7 @@ One grouped matrix product of torch computes all experts of a rank, on a CPU and
 needs TransformerEngine or grouped_gemm for that, its dispatcher needs CUDA streams, and it routes padding as well.
 """
 
+from copy import copy
 from typing import cast
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]  as documented
 
@@ -79,13 +81,34 @@ class GroupedExperts(MegatronModule):
         }
 
 
-class ExpertLayer(MegatronModule):
-    """A layer of experts: the router and the experts of this rank."""
+class SharedExpert(MegatronModule):
+    """An MLP that every token goes through, its output scaled by the sigmoid of ``gate_weight [1, h]``."""
 
-    def __init__(self, config, experts: Experts):
+    def __init__(self, config, mlp: ModuleSpec):
+        super().__init__(config)
+        self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        mark_sequence_parallel([self.gate_weight], config)
+        self.mlp = build_module(mlp, config=config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Compute ``[s, b, h] -> [s, b, h]``."""
+        return F.linear(hidden, self.gate_weight).sigmoid() * self.mlp(hidden)[0]
+
+
+class ExpertLayer(MegatronModule):
+    """A layer of experts: the router, the experts of this rank, and a shared expert where there is one.
+
+    Args:
+        mlp: spec of an MLP, whose width the shared expert has of its own.
+    """
+
+    def __init__(self, config, experts: Experts, mlp: ModuleSpec):
         super().__init__(config)
         self.router, self.experts = Router(config, experts), GroupedExperts(config, experts)
         self.group = cast(ProcessGroup, mpu.get_expert_tensor_and_model_parallel_group())
+        own = copy(config)
+        own.ffn_hidden_size = experts.shared  # Megatron's MLP reads it from here
+        self.shared = SharedExpert(own, mlp) if experts.shared else None
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_) -> tuple[Tensor, None]:
         """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.
@@ -93,12 +116,13 @@ class ExpertLayer(MegatronModule):
         Args:
             padding_mask: ``[n]`` long, the slots of ``[s * b]`` that hold a token; None where all do. Megatron's name
                 of the argument that it hands on to MLPs, through pipeline stages and recomputation. Slots without a
-                token reach no expert, and their output is 0.
+                token reach no expert of the router's, which leaves 0.
         """
         slots, x = padding_mask, hidden.flatten(0, 1)
         found = self._route(x if slots is None else x.index_select(0, slots))
         found = found if slots is None else torch.zeros_like(x).index_copy(0, slots, found)
-        return found.view_as(hidden), None
+        found = found.view_as(hidden)
+        return (found + self.shared(hidden) if self.shared else found), None
 
     def _route(self, x: Tensor) -> Tensor:
         """Compute the weighted sum of each token's experts: ``[n, h] -> [n, h]``."""

@@ -10,12 +10,14 @@ class Experts:
     Attributes:
         count: experts of the layer. chosen: experts of each token. ffn: width of an expert.
         is_normed: the weights of a token's chosen experts are scaled to add up to 1.
+        shared: width of an expert that every token goes through, its output scaled by a gate; 0 without one.
     """
 
     count: int
     chosen: int
     ffn: int
     is_normed: bool
+    shared: int = 0
 
 
 @dataclass(frozen=True)

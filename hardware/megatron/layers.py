@@ -176,11 +176,10 @@ def _build_layer(
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
     norm = cast(Any, NormFromOne if options.norms_from_one else plain_norm)  # Megatron's annotation leaves out classes
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.mlp.module = mlp
     if options.experts:
         # No ModuleSpec: of one with a class that it does not know, Megatron warns in every layer.
-        parts.mlp = SimpleNamespace(module=ExpertLayer, params={"experts": options.experts})
-    else:
-        parts.mlp.module = mlp
+        parts.mlp = SimpleNamespace(module=ExpertLayer, params={"experts": options.experts, "mlp": parts.mlp})
     if options.post_norms:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.

@@ -85,6 +85,13 @@ def _count_layer(
     norm = model.hidden * norm_input + hidden
     post_norms = 2 * model.hidden * norm_input if options.post_norms else 0.0  # their outputs are added, not kept
     out = query - copied  # with a copy the kernel keeps its own
+    halves = 3 if kernels.fuses_swiglu and model.activation == "silu" else 5
+    mlp = halves * ffn
+    if options.experts:
+        shared = options.experts.shared
+        mlp = _count_experts(options.experts, model.hidden, size, config.etp) * slots
+        # With the gate and the output that it scales, and the input, of which the router has a copy.
+        mlp += (halves * shared + 2 * model.hidden + 1) * size * slots if shared else 0
     return _Layer(
         input=hidden,
         norms=2 * norm + post_norms,
@@ -93,9 +100,7 @@ def _count_layer(
         core=query + keys_and_values + sums + copied,
         output=out + copied,
         core_input=core_input,
-        mlp=_count_experts(options.experts, model.hidden, size, config.etp) * slots
-        if options.experts
-        else (3 if kernels.fuses_swiglu and model.activation == "silu" else 5) * ffn,
+        mlp=mlp,
     )
 
 

@@ -153,8 +153,8 @@ def test_experts_over_ranks(compare, size, layout, recompute, micro):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", MORE_EXPERT_SIZES)
 def test_experts_over_more_ranks(compare, size, layout):
-    """Some in micro-batches of one sequence, some of a model that begins with a dense layer."""
-    family = "qwen3_moe" if layout == "thd" else "qwen3_moe-dense"
+    """Some in micro-batches of one sequence with a shared expert, some of a model that begins with a dense layer."""
+    family = "qwen2_moe" if layout == "thd" else "qwen3_moe-dense"
     settings = MICRO["split"] if layout == "thd" else {"recompute": "full"}
     compare(size, family, False, {"layout": layout} | settings)
 

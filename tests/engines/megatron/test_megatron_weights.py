@@ -36,7 +36,8 @@ def export(engine):
         ("qwen2", {"pp": 2}, False),
         ("phi3", {"tp": 2}, False),  # whose projections are fused
         ("qwen3_moe", {"tp": 2, "ep": 2}, False),
-        ("qwen3_moe-dense", {"etp": 2}, False),
+        ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
+        ("mixtral", {"ep": 2}, False),
     ],
     ids=str,
 )

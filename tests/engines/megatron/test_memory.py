@@ -148,6 +148,7 @@ MORE_CASES = [
     ("gemma3_text", "one", {"recompute": "core"}),
     ("qwen3_moe", "one", {"dtype": "bfloat16"}),
     ("qwen3_moe-dense", "one", {"recompute": "full"}),
+    ("qwen2_moe", "one", {}),
     ("qwen3_moe", "TP2", {}),
 ]
 

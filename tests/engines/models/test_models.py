@@ -3,6 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.factors import EXPERT_FAMILIES
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
@@ -18,9 +19,7 @@ def edit_config(make_hf_model, tmp_path, **changes) -> str:
 def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
     from safetensors import safe_open
 
-    untied = [
-        (family, False) for family in ("qwen2", "llama", "qwen3", "mistral", "phi3", "qwen3_moe", "qwen3_moe-dense")
-    ]
+    untied = [(family, False) for family in ("qwen2", "llama", "qwen3", "mistral", "phi3", *EXPERT_FAMILIES)]
     for family, tied in (("qwen2", True), *untied):
         spec = ModelSpec.from_folder(make_hf_model(family, tied))
         with safe_open(f"{spec.folder}/model.safetensors", "pt") as file:
@@ -28,7 +27,9 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
         assert {name: spec.find_hf_shape(name) for name in spec.list_hf_names()} == shapes
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("qwen3_moe-dense", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2", True), ("qwen3", False), ("qwen3_moe-dense", False), ("qwen2_moe", False)]
+)
 def test_flops_are_those_of_huggingfaces_products(make_hf_model, family, tied):
     """torch counts the products of a forward and backward pass; its attention computes every pair, ours half."""
     import torch

@@ -11,6 +11,8 @@ def make_layer(rank, world, address, **changes):
     start_process(rank)
     from megatron.core import parallel_state as mpu
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     from hardware.megatron.experts import ExpertLayer
     from hardware.megatron.form import Experts
@@ -21,7 +23,7 @@ def make_layer(rank, world, address, **changes):
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, activation_func=torch.nn.functional.silu, **changes
     )
     torch.manual_seed(0)
-    layer = ExpertLayer(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True))
+    layer = ExpertLayer(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True), ModuleSpec(MLP))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.3)

@@ -14,7 +14,7 @@ NEEDED_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_
 
 @dataclass(frozen=True)
 class Mixture:
-    """States the parameters of a layer's router and experts, and the norm before them; a ``Piece``.
+    """States the parameters of a layer's router, experts and shared expert, and the norm before them; a ``Piece``.
 
     Attributes:
         place: where a folder has them in a layer. names: a folder's names of gate, up and down projection.
@@ -30,11 +30,21 @@ class Mixture:
         gated = {f"{place}.{name}.weight": (ffn, hidden) for place in places for name in halves}
         downs = {f"{place}.{down}.weight": (hidden, ffn) for place in places}
         gate, cut = {f"{self.place}.gate.weight": (self.experts.count, hidden)}, dict[int, Way]({0: "ep", 2: "etp"})
-        return (
+        weights = (
             Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
             Weight("mlp.router.weight", gate, module="mlp.gate.weight"),
             Weight("mlp.experts.weight1", gated, "gated_experts", cut, module="mlp.experts.gate_up_proj"),
             Weight("mlp.experts.weight2", downs, "experts", cut, module="mlp.experts.down_proj"),
+        )
+        return weights + self._state_shared(hidden) if self.experts.shared else weights
+
+    def _state_shared(self, hidden: int) -> tuple[Weight, ...]:
+        place, width, (*halves, down) = f"{self.place}.shared_expert", self.experts.shared, self.names
+        gated = {f"{place}.{name}.weight": (width, hidden) for name in halves}
+        return (
+            Weight("mlp.shared.gate_weight", {f"{place}_gate.weight": (1, hidden)}),
+            Weight("mlp.shared.mlp.linear_fc1.weight", gated, "gated", {0: "tp"}),
+            Weight("mlp.shared.mlp.linear_fc2.weight", {f"{place}.{down}.weight": (hidden, width)}, cut={1: "tp"}),
         )
 
 
@@ -48,17 +58,19 @@ def read_experts(config: dict, path: Path) -> Experts:
             f"{config.get('num_local_experts')!r}, expected one number of experts; save the model again"
         )
     (count,), chosen, ffn = counts, config["num_experts_per_tok"], config["moe_intermediate_size"]
+    shared = config.get("shared_expert_intermediate_size", 0)
     for name, value, most in (
         ("num_experts", count, None),
         ("num_experts_per_tok", chosen, count),
         ("moe_intermediate_size", ffn, None),
+        *([("shared_expert_intermediate_size", shared, None)] if shared != 0 else []),
     ):
         if not fits(int, value) or value < 1 or (most is not None and value > most):
             rule = "of at least 1" if most is None else f"from 1 to its {most} experts"
             raise ValueError(f"model: {path} has {name} {value!r}, expected a whole number {rule}")
     if not fits(bool, config["norm_topk_prob"]):
         raise ValueError(f"model: {path} has norm_topk_prob {config['norm_topk_prob']!r}, expected true or false")
-    return Experts(count, chosen, ffn, config["norm_topk_prob"])
+    return Experts(count, chosen, ffn, config["norm_topk_prob"], shared)
 
 
 def place_experts(config: dict, path: Path, kinds: tuple[LayerKind, ...], mixture: Mixture) -> tuple[LayerKind, ...]:
