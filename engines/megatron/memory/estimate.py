@@ -101,6 +101,7 @@ def compute_rank_memory(
     *,
     trainable: bool = True,
     cpu_offload: bool = False,
+    parameters: list[Parameter] | None = None,
 ) -> RankMemory:
     """Compute the memory of a pipeline stage's rank.
 
@@ -108,8 +109,9 @@ def compute_rank_memory(
         rank: number among the stage's ranks.
         micro: sizes of a micro-batch. kernels: extra memory of the platform's kernels.
         trainable: with gradients and an optimizer. cpu_offload: frozen weights are offloaded to the host.
+        parameters: the stage's, where they were listed before.
     """
-    parameters, size = list_parameters(model, config, stage), get_itemsize(config.dtype)
+    parameters, size = parameters or list_parameters(model, config, stage), get_itemsize(config.dtype)
     numbers = sum(parameter.numbers for parameter in parameters)
     activations = estimate_activations(model, config, stage, micro, kernels, trainable)
     if not trainable:
