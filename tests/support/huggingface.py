@@ -74,6 +74,12 @@ def name_gradients(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]
     return gradients
 
 
+def name_weights(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:
+    """Map the folder's names of weights to their values, without a copy."""
+    parts = (spec.split_parameter(name, parameter.detach()) for name, parameter in model.named_parameters())
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
 @torch.no_grad()
 def compute_logprobs(model, batch: TrainBatch, temperature: float = 1.0, spec: ModelSpec | None = None) -> Tensor:
     """Compute the logprob of every target, ``[N]`` float32.

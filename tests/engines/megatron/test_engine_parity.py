@@ -17,7 +17,7 @@ from support.factors import (
     TWO_RANKS,
     parse_size,
 )
-from support.huggingface import name_gradients, run_forward
+from support.huggingface import name_gradients, name_weights, run_forward
 from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, make_batch, run_case
 from support.ranks.pool import draw_address
@@ -56,8 +56,7 @@ def hf_steps(spec: ModelSpec) -> dict:
             result["gradients"] = {name: g.clone() for name, g in name_gradients(model, spec).items()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
-    weights = (spec.split_parameter(name, p.detach().clone()) for name, p in model.named_parameters())
-    result["weights"] = {name: tensor for part in weights for name, tensor in part.items()}
+    result["weights"] = {name: tensor.clone() for name, tensor in name_weights(model, spec).items()}
     return result
 
 
