@@ -138,7 +138,7 @@ def test_parity(compare, size, family, tied, layout, recompute, micro):
     compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
-@matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": ("none", "core", "full"), "micro": tuple(MICRO)})
+@matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})
 def test_experts(compare, family, layout, recompute, micro):
     compare("one", family, False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
