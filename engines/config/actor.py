@@ -159,11 +159,6 @@ class MegatronConfig:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
         if model.experts:
             self._check_experts(model.experts, model.hidden)
-        elif self.ep * self.etp > 1:
-            raise ValueError(
-                f"actor: ep={self.ep} and etp={self.etp} spread experts, and the model has none; leave --actor.ep and "
-                "--actor.etp out"
-            )
         if (self.tp - 1) * -(-model.vocab // self.tp) >= model.vocab:
             raise ValueError(
                 f"actor: tp={self.tp} leaves a rank none of the model's {model.vocab} tokens; lower --actor.tp"
@@ -184,6 +179,14 @@ class MegatronConfig:
             raise ValueError(
                 f"actor: pp={self.pp} leaves the first stage {model.layers // self.pp} layers, and image features are "
                 f"added after the first {levels}; {advice}"
+            )
+
+    def check_spread(self, model: ModelSpec) -> None:
+        """Raise ValueError where the actor has no experts to spread; a model beside it may have none."""
+        if self.ep * self.etp > 1 and not model.experts:
+            raise ValueError(
+                f"actor: ep={self.ep} and etp={self.etp} spread experts, and the model has none; leave --actor.ep and "
+                "--actor.etp out"
             )
 
     def _check_experts(self, experts: Experts, hidden: int) -> None:

@@ -71,6 +71,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         folder = find_model(folder, files=["config.json"])
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
         config.actor.check_model(models[role])
+    config.actor.check_spread(models["actor"])
     if isinstance(config, RunConfig):
         config.rollout.check_cut(models["actor"])
     plan = make_plan(config, models)

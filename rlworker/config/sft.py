@@ -82,6 +82,7 @@ class SftConfig(TrainingConfig):
             ValueError: it cannot be held, or has fewer positions than the longest row takes.
         """
         model = ModelSpec.from_folder(find(self.model))
+        self.actor.check_spread(model)
         check_trainable(model, self.actor, self.platform)
         if self.longest > model.max_positions:
             raise ValueError(

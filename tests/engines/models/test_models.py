@@ -262,7 +262,6 @@ def test_what_a_mixture_lacks_is_refused(make_hf_model, tmp_path, changes, messa
     [
         ("qwen3_moe", dict(ep=3, ranks=3), "ep=3 does not divide the model's 8 experts; lower --actor.ep"),
         ("qwen3_moe", dict(etp=3, ranks=3), "etp=3 does not divide the model's 32 experts' ffn size"),
-        ("qwen2", dict(ep=2, ranks=2), "ep=2 and etp=1 spread experts, and the model has none"),
     ],
 )
 def test_experts_that_do_not_fit_the_ranks_are_refused(make_hf_model, family, settings, message):
@@ -270,6 +269,15 @@ def test_experts_that_do_not_fit_the_ranks_are_refused(make_hf_model, family, se
         MegatronConfig(ranks=4, tp=2, ep=4, etp=2)
     with pytest.raises(ValueError, match=message):
         MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model(family, False)))
+
+
+def test_an_actor_without_experts_spreads_none(make_hf_model):
+    """A dense reference beside an actor with experts has its ranks, and no experts of its own."""
+    dense, spread = ModelSpec.from_folder(make_hf_model("qwen2", False)), MegatronConfig(ep=2, ranks=2)
+    spread.check_model(dense)
+    with pytest.raises(ValueError, match=r"ep=2 and etp=1 spread experts, and the model has none; leave --actor.ep"):
+        spread.check_spread(dense)
+    spread.check_spread(ModelSpec.from_folder(make_hf_model("qwen3_moe", False)))
 
 
 def test_experts_of_other_widths_are_refused_in_bfloat16(make_hf_model):
