@@ -44,20 +44,20 @@ model, or report another logprob than its logarithm."""
 
 MEGATRON_OWN = _names(
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
-    "layernorm_epsilon softmax_scale activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm "
+    "layernorm_epsilon activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm "
     "attention_dropout hidden_dropout tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "sequence_parallel params_dtype pipeline_dtype bf16 init_method output_layer_init_method variable_seq_lengths "
     "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
     "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
     "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers "
-    "deterministic_mode"
+    "deterministic_mode hetereogenous_dist_checkpoint"
 )
 """Fields of Megatron's TransformerConfig that the engine sets itself."""
 
 MEGATRON_REASONS = {
     "it makes another model than the folder's": _names(
         "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
-        "window_size softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
+        "window_size softmax_scale softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
         "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
         "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4"
     ),

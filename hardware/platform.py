@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -167,8 +168,12 @@ class Platform(Protocol):
         return None
 
     @abstractmethod
-    def build_layer_spec(self, config, form: LayerOptions = PLAIN) -> Any:
-        """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``."""
+    def build_layer_spec(self, config, options: Sequence[LayerOptions] = (PLAIN,)) -> Any:
+        """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``.
+
+        Args:
+            options: of each layer of this pipeline stage.
+        """
         ...
 
     @abstractmethod

@@ -251,7 +251,7 @@ def test_a_family_is_named_in_its_file_alone():
     """So that a further family is a further file: nothing else in engines/ chooses by ``model_type``. A planted fault
     says which model it is planted in."""
     families = ROOT / "engines" / "models" / "families"
-    family_names = {path.stem for path in families.glob("[!_]*.py")}
+    family_names = {path.stem for path in families.rglob("[!_]*.py")}
     assert {"llama", "qwen2_5_vl"} <= family_names
     for path in (ROOT / "engines").rglob("*.py"):
         if families in path.parents or path == ROOT / "engines" / "probes" / "faults.py":

@@ -210,8 +210,12 @@ class MegatronEngine:
         ids, embedded = layout.pack(micro.inputs, fill=self.pad_id), None
         if self.vision:
             embedded, inputs = self.vision.embed(ids, micro, layout, inputs)
+        further = {}
+        if self.model.experts:
+            part = mpu.get_tensor_model_parallel_rank() if self.transformer.sequence_parallel else 0
+            further["padding_mask"] = layout.list_filled(part, self.config.tp)
         with self.platform.wrap_forward(inputs):
-            return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs)
+            return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs, **further)
 
     @record_function("outputs")
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
@@ -271,12 +275,15 @@ class MegatronEngine:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(HF name, full tensor)`` on the first replica's leader. Collective: run it to its end on all ranks.
 
-        Only the first replica works: the others hold the same weights and yield nothing.
+        Only the first replica works, and the ranks that have parts of experts which it has not: the others hold the
+        same weights. None of these yields anything.
         """
         self.offload_manager.require("export_weights", "weights")
-        if self.dp_rank or mpu.get_context_parallel_rank():
+        only_helps = bool(self.dp_rank or mpu.get_context_parallel_rank())
+        # Of a stage's ranks the first replica has the first tp, and the same experts are ep x etp apart.
+        if mpu.get_expert_data_parallel_rank() * self.config.ep * self.config.etp >= self.config.tp:
             return
-        for name, tensor in export_weights(self.decoder, self.model):
+        for name, tensor in export_weights(self.decoder, self.model, only_helps=only_helps):
             if self.is_leader:
                 yield name, tensor
 

@@ -14,6 +14,7 @@ from megatron.core import tensor_parallel
 from torch.distributed import ProcessGroup, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # as documented
 
 from engines.config import MegatronConfig
+from engines.models.weight import Way
 from hardware.collectives import refuse_shared_devices
 from hardware.platform import Platform
 
@@ -53,6 +54,8 @@ def init_distributed(
         config.tp,
         config.pp,
         context_parallel_size=config.cp,
+        expert_model_parallel_size=config.cut_sizes["ep"],
+        expert_tensor_parallel_size=config.cut_sizes["etp"],
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, config.timeout_s // 60),
     )
@@ -69,6 +72,16 @@ def leave_distributed() -> None:
 def get_tensor_group() -> ProcessGroup:
     """Return the ranks that hold parts of the same layers."""
     return cast(ProcessGroup, mpu.get_tensor_model_parallel_group())
+
+
+def get_cut_group(way: Way) -> ProcessGroup:
+    """Return the ranks that hold the parts of a parameter which is cut in this way."""
+    found = {
+        "tp": mpu.get_tensor_model_parallel_group,
+        "ep": mpu.get_expert_model_parallel_group,
+        "etp": mpu.get_expert_tensor_parallel_group,
+    }
+    return cast(ProcessGroup, found[way]())
 
 
 def get_tensor_and_context_group() -> ProcessGroup:

@@ -38,6 +38,7 @@ class Layout:
         shape: ``(b, s)`` of this rank's part.
         slots: ``[n]`` long, the flattened slots that hold real tokens, in the order of the stream. A slot of several
             tokens is read for each of them, and the gradient that comes back is the sum of theirs.
+        on_host: ``[n]``, the same on the host.
         tokens: ``[n]`` long, the token that each of them holds; None where they are all N of the stream.
         sharing: the sequences that begin alike; ``padded`` then counts own tokens alone. None where none do.
         scored: ``(slots [m], tokens [m])``, those of both whose scores are asked for; None where all are.
@@ -50,6 +51,7 @@ class Layout:
     cp_rank: int
     shape: tuple[int, int]
     slots: Tensor
+    on_host: np.ndarray
     tokens: Tensor | None
     sharing: Sharing | None = None
     scored: tuple[Tensor, Tensor] | None = None
@@ -107,8 +109,9 @@ class Layout:
             held = np.arange(len(indices)) if tokens is None else tokens
             keep = scored[held]
             asked = to_device(indices[keep], device), to_device(held[keep], device)
-        indices, tokens = to_device(indices, device), None if tokens is None else to_device(tokens, device)
-        return cls(kind, spec.lengths, spec.padded, cp, cp_rank, shape, indices, tokens, sharing, asked)
+        tokens = None if tokens is None else to_device(tokens, device)
+        sizes = kind, spec.lengths, spec.padded, cp, cp_rank, shape
+        return cls(*sizes, to_device(indices, device), indices, tokens, sharing, asked)
 
     @property
     def num_valid(self) -> int:
@@ -121,6 +124,14 @@ class Layout:
         mask = torch.zeros(self.shape, dtype=torch.bool, device=self.slots.device)
         mask.view(-1)[self.slots] = True
         return mask
+
+    def list_filled(self, part: int, parts: int) -> Tensor:
+        """List the slots with a token in one of ``parts`` equal parts of the hidden states: ``[m]`` long, places in
+        ``[s / parts * b]``."""
+        s, filled = self.shape[1], np.zeros(self.shape, dtype=bool)
+        filled.reshape(-1)[self.on_host] = True
+        own = filled.T[s // parts * part : s // parts * (part + 1)]  # [s / parts, b]
+        return to_device(np.flatnonzero(own), self.slots.device)
 
     def pack(self, flat: Tensor, fill: float = 0) -> Tensor:
         """Pack the flat stream into slots: ``[N, ...] -> [b, s, ...]``, ``fill`` on padding."""

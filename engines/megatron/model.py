@@ -12,7 +12,9 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
@@ -26,7 +28,8 @@ _RECOMPUTE = {
 }
 
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+"""HuggingFace's name of an activation -> the function."""
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
@@ -45,12 +48,11 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
         kv_channels=model.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        activation_func=_ACTIVATIONS[model.form.activation],
+        activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
-        softmax_scale=model.form.attention_scale,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.tp,
@@ -78,6 +80,8 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
         apply_rope_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=config.deterministic,
+        # Layers of one kind lie in a checkpoint as one tensor of each parameter, layers of several do not.
+        hetereogenous_dist_checkpoint=len({(kind.mixer, kind.mlp) for kind in model.kinds}) > 1,
     )
     settings |= _RECOMPUTE[config.recompute]
     return TransformerConfig(**settings | config.megatron)
@@ -88,6 +92,11 @@ class Decoder(GPTModel):
 
     output_layer: Any
     """Megatron's over the vocabulary, or a ``ValueHead``."""
+
+    def _preprocess(self, *args, padding_mask=None, **kwargs):
+        # Megatron would take it for a mask of the first stage's ids, and cut it there. Ours is of any stage, and cut.
+        found = super()._preprocess(*args, **kwargs)
+        return (*found[:5], padding_mask, *found[6:])
 
     def _postprocess(self, hidden_states, *args, **kwargs):
         return hidden_states
@@ -124,10 +133,10 @@ def _scale_embedding(embedding: torch.nn.Module, inputs: tuple, output: torch.Te
 
 def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> Decoder:
     """Build this rank's part of the model, its weights not yet loaded."""
-    tp = config.tensor_model_parallel_size
+    tp, first = config.tensor_model_parallel_size, get_transformer_layer_offset(config)
     module = Decoder(
         config,
-        platform.build_layer_spec(config, model.form),
+        platform.build_layer_spec(config, model.options[first : first + get_num_layers_to_build(config)]),
         vocab_size=-(-model.vocab // tp) * tp,
         max_sequence_length=model.max_positions,
         pre_process=mpu.is_pipeline_first_stage(),
@@ -135,7 +144,7 @@ def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform)
         position_embedding_type="none",
         share_embeddings_and_output_weights=model.tied,
     )
-    if model.form.scales_embedding and module.pre_process:
+    if model.family.scales_embedding and module.pre_process:
         module.embedding.register_forward_hook(_scale_embedding)
     if model.head == "value" and module.post_process:
         module.output_layer = ValueHead(config)

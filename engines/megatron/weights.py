@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,11 +13,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from engines.megatron.groups import get_tensor_group
+from engines.megatron.groups import get_cut_group
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Join, Weight
-from hardware.megatron.marks import get_cut_dim
 
 
 def _name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
@@ -27,7 +27,7 @@ def _name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
 
 
 def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
-    """Join HF tensors to one of Megatron's: qkv by query group, gate above up, vocabulary padded to ``rows``."""
+    """Join HF tensors to one of Megatron's, as ``Weight.join`` says; a vocabulary is padded to ``rows``."""
     if kind == "qkv":
         # [heads * d, h] of q and [kv_heads * d, h] of k and v -> [kv_heads, rows of a group, h]: q of group 0, its k,
         # its v, then group 1. So tensor parallelism cuts between groups and each rank has all that its heads need.
@@ -35,6 +35,10 @@ def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Ten
         return torch.cat([part.unflatten(0, (model.kv_heads, -1)) for part in parts], dim=1).flatten(0, 1)
     if kind == "gated":
         return torch.cat(tensors)
+    if kind == "experts":
+        return torch.stack(tensors)
+    if kind == "gated_experts":
+        return torch.stack(tensors).unflatten(0, (-1, 2))
     if kind == "vocabulary":
         return F.pad(tensors[0], (0, 0, 0, rows - tensors[0].shape[0]))  # [v, h] -> [rows, h], zeros at the end
     return tensors[0]
@@ -48,6 +52,8 @@ def _count_qkv_rows(model: ModelSpec) -> list[int]:
 def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     """Split a Megatron tensor into its HuggingFace tensors: the inverse of ``_join``."""
     rows = [shape[0] for shape in weight.tensors.values()]  # of each HF tensor, in the order of their join
+    if weight.join in ("experts", "gated_experts"):
+        return list(whole.flatten(0, -3))  # but for the last two axes, of which each HF tensor has its own
     if weight.join == "qkv":
         groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
         parts = groups.split([count // model.kv_heads for count in _count_qkv_rows(model)], dim=1)
@@ -56,33 +62,36 @@ def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     return list(whole[: sum(rows)].split(rows))  # without the vocabulary's padding
 
 
-def _is_cut(parameter: torch.nn.Parameter) -> bool:
-    """Return True where tensor-parallel ranks hold different parts of a parameter."""
-    return getattr(parameter, "tensor_model_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
+def _cut_shard(weight: Weight, whole: Tensor) -> Tensor:
+    """Cut out this rank's part of a whole tensor."""
+    for axis, way in weight.cut.items():
+        if (group := get_cut_group(way)).size() > 1:
+            # Gate above up, [2 ffn, h]: each half is cut for itself, so that a rank has the same columns of both.
+            halves = whole.chunk(2 if weight.join == "gated" else 1)
+            whole = torch.cat([half.chunk(group.size(), dim=axis)[group.rank()] for half in halves])
+    return whole
 
 
-def _cut_shard(kind: Join, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-    """Cut out this tensor-parallel rank's part of a whole tensor."""
-    if not _is_cut(parameter):
-        return whole
-    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    if kind == "gated":
-        # [2 ffn, h], gate above up: each half is split by itself, so that a rank has gate and up of the same columns.
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim=get_cut_dim(parameter))[rank]
+def _unshard(weight: Weight, value: Tensor) -> Tensor:
+    """Gather the whole tensor from every rank's part: the inverse of ``_cut_shard``. Collective."""
+    for axis, way in reversed(weight.cut.items()):
+        if (group := get_cut_group(way)).size() > 1:
+            parts = [torch.empty_like(value) for _ in range(group.size())]
+            dist.all_gather(parts, value.contiguous(), group=group)
+            # Of a gated pair the gate of every rank, then up of every rank.
+            halves = zip(*(part.chunk(2 if weight.join == "gated" else 1) for part in parts))
+            value = torch.cat([torch.cat(half, dim=axis) for half in halves])
+    return value
 
 
-def _unshard(kind: Join, parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
-    """Gather the whole tensor from every tensor-parallel rank's part: the inverse of ``_cut_shard``. Collective."""
-    if not _is_cut(parameter):
-        return value
-    group = get_tensor_group()
-    parts = [torch.empty_like(value) for _ in range(group.size())]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    if kind == "gated":
-        halves = zip(*(part.chunk(2) for part in parts))  # the gate of every rank, then up of every rank
-        return torch.cat([torch.cat(half) for half in halves])
-    return torch.cat(parts, dim=get_cut_dim(parameter))
+def _select_experts(weight: Weight) -> Weight:
+    """Select this rank's experts of a weight that has a tensor of each, so that no others are read."""
+    if weight.cut.get(0) != "ep":
+        return weight
+    group, names = get_cut_group("ep"), list(weight.tensors)
+    count = len(names) // group.size()
+    own = {name: weight.tensors[name] for name in names[group.rank() * count :][:count]}
+    return replace(weight, tensors=own, cut={axis: way for axis, way in weight.cut.items() if axis})
 
 
 @torch.no_grad()
@@ -96,13 +105,13 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
     folder.check(model)
     for name, parameter in _name_parameters(module).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
-        weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
+        weight = _select_experts(model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name))
         if any(n not in folder for n in weight.tensors):
             continue
         # Rows of a padded vocabulary over all ranks; other joins do not read it.
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
         tensors = [folder[n] for n in weight.tensors]
-        value = _cut_shard(weight.join, _join(weight.join, tensors, model, rows), parameter)
+        value = _cut_shard(weight, _join(weight.join, tensors, model, rows))
         if value.shape != parameter.shape:
             raise ValueError(
                 f"model: {list(weight.tensors)} in {model.folder!r} give {name} the shape {tuple(value.shape)}, "
@@ -112,11 +121,15 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
 
 
 @torch.no_grad()
-def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
+def export_weights(
+    module: GPTModel, model: ModelSpec, value_of=lambda p: p.data, only_helps: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:
         value_of: function of a parameter that returns the tensor to export, such as its gradient.
+        only_helps: yield nothing and hand out this rank's parts of experts alone, which ranks of several replicas
+            hold between them.
     """
     stages = cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
     parameters = _name_parameters(module)
@@ -128,8 +141,10 @@ def export_weights(module: GPTModel, model: ModelSpec, value_of=lambda p: p.data
     for stage, names in enumerate(names_by_stage):
         for name in names:
             weight, mine = model.find_weight(name), None
-            if stage == stages.rank():
-                mine = _unshard(weight.join, parameters[name], value_of(parameters[name]))
+            if stage == stages.rank() and (not only_helps or "ep" in weight.cut.values()):
+                mine = _unshard(weight, value_of(parameters[name]))
+            if only_helps:
+                continue
             whole = _send_from_stage(mine, stage, stages)
             yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
 

@@ -8,33 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.models.weight import Head, Weight
-from hardware.attention.rules import Rule
-from hardware.megatron.form import LayerOptions
+from engines.models.layer import LayerKind, Piece
+from engines.models.weight import Head
 
 if TYPE_CHECKING:  # families of text alone load nothing of images
     from engines.models.vision_spec import Tower
-
-
-@dataclass(frozen=True)
-class DecoderSizes:
-    """The sizes of a decoder, from which the shapes of its parameters follow.
-
-    Attributes:
-        ffn: width of an MLP. kv_heads: heads of keys and values. vocab: rows of the embedding.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-
-
-Piece = Callable[[DecoderSizes], tuple[Weight, ...]]
-"""Some parameters of a decoder of given sizes; those of a layer are named within it."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +22,17 @@ class Family:
     Attributes:
         model_type: HuggingFace's, and the name of the family's file.
         architecture: HuggingFace's class of the language model, or of the whole where there is a tower.
-        before, layer, after: the parameters before the layers, of each layer and after them, in the order in which
-            Megatron's modules have them. The output layer is the same in every family and not among them.
+        before, after: the parameters before the layers and after them, in the order in which Megatron's modules have
+            them. The output layer is the same in every family and not among them.
+        layer: the plain layer of the family, with what no config changes.
+        read_layers: reads the kind of each layer from a config and the plain layer; raises ValueError for a rule or a
+            rotary embedding that is not built.
         needed: keys that ``config.json`` must have.
         refused: keys of features that one engine would build and the other would not; they must be off.
         select: selects the family of the language model from a whole config, where there are several; None is this.
-        rules: reads the attention rule of each layer, or one for all; raises ValueError for a rule that is not built.
         defaults: transformers' defaults for keys that a config leaves out.
-        ropes: reads the rotary settings of each kind of layer; None reads one for all layers.
-        form: reads the options of the layers (norms, activation, scales); None takes those of Llama and Qwen.
         activation: key and only value of the MLP's activation.
+        scales_embedding: token embeddings are multiplied by sqrt(hidden), rounded to the type of the weights.
         extract_language: extracts the language model's settings from a whole config; None reads Qwen's form.
         mixes_windows: vLLM knows layers with a window and layers without one.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
@@ -65,15 +44,14 @@ class Family:
     model_type: str
     architecture: str
     before: tuple[Piece, ...]
-    layer: tuple[Piece, ...]
+    layer: LayerKind
     after: tuple[Piece, ...]
     needed: tuple[str, ...]
     refused: tuple[str, ...]
-    rules: Callable[[dict, Path], tuple[Rule, ...]]
+    read_layers: Callable[[dict, Path, LayerKind], tuple[LayerKind, ...]]
     defaults: dict[str, Any] = field(default_factory=dict)
-    ropes: Callable[[dict, Path], tuple[dict, ...]] | None = None
-    form: Callable[[dict, Path], LayerOptions] | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")
+    scales_embedding: bool = False
     extract_language: Callable[[dict], dict] | None = None
     mixes_windows: bool = False
     own_head_dim: bool = True

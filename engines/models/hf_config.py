@@ -4,10 +4,12 @@ Differences between families are in ``families/``.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from engines.models.family import Family
+from engines.models.layer import LayerKind
 from engines.models.weight import Head
 from engines.validation import fits, spell
 from hardware.attention.rules import CAUSAL, Rule
@@ -80,7 +82,8 @@ def check_keys(config: dict, path: Path, family: Family) -> None:
         if key in config and not fits(kind, config[key]):
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {spell(kind)}")
     for key in (*_SIZES, *LENGTHS, "num_key_value_heads", "head_dim", "sliding_window"):
-        if config.get(key) is not None and config[key] < 1:
+        is_used = key != "sliding_window" or config.get("use_sliding_window", True)  # Qwen2-MoE saves 0 without one
+        if is_used and config.get(key) is not None and config[key] < 1:
             raise ValueError(f"model: {path} has {key} {config[key]}, expected at least 1")
     if not 0 < config["rms_norm_eps"] < 1:
         raise ValueError(f"model: {path} has rms_norm_eps {config['rms_norm_eps']}, expected between 0 and 1")
@@ -141,13 +144,13 @@ def check_rope(rope: dict, config: dict, path: Path) -> dict:
     return rope
 
 
-def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
-    """Read the rule of each layer, or one for all.
+def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, ...]:
+    """Read the kind of each layer: one rotary embedding for all, and a window on those that slide.
 
     Configs without ``layer_types`` slide on the layers from ``max_window_layers`` up.
 
     Raises:
-        ValueError: ``layer_types`` does not fit the number of layers, or the window.
+        ValueError: ``layer_types`` does not fit the number of layers, or the window; or as ``read_rope``.
     """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
@@ -158,12 +161,11 @@ def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
             f"model: {path} has layer_types with 'sliding_attention', but no window: set use_sliding_window and "
             "sliding_window, or 'full_attention'"
         )
-    if not window:
-        return (CAUSAL,)
-    first = config.get("max_window_layers", 28)  # transformers' default
+    first = config.get("max_window_layers", 28) if window else layers  # transformers' default
     kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    rules = tuple(Rule(window=window) if kind == "sliding_attention" else CAUSAL for kind in kinds)
-    return rules if set(rules) != {CAUSAL} else (CAUSAL,)
+    full = replace(layer, rule=CAUSAL, rope=read_rope(config, path))
+    sliding = replace(full, rule=Rule(window=window))
+    return tuple(sliding if kind == "sliding_attention" else full for kind in kinds)
 
 
 def refuse_unsupported(config: dict, path: Path, family: Family, head: Head) -> None:

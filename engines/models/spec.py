@@ -8,27 +8,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.models.families import find_family
-from engines.models.family import DecoderSizes, Family
-from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, read_rope, refuse_unsupported
+from engines.models.family import Family
+from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, refuse_unsupported
 from engines.models.hub import find_here
+from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
-from hardware.megatron.form import PLAIN, LayerOptions
+from hardware.megatron.form import Experts, LayerOptions
 
-if TYPE_CHECKING:  # models of text alone load nothing of images
+if TYPE_CHECKING:  # a spec is read before anything takes the time to import torch; of text alone without images
+    from torch import Tensor
+
     from engines.models.vision_spec import VisionSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec(DecoderSizes):
     """The shape of a decoder and the names of its weights.
 
     Attributes:
         folder: the HuggingFace folder. family: the family of its ``model_type``.
-        rules: attention rule per layer, or one for every layer.
-        ropes: the config's ``rope_parameters`` of each kind of layer, with ``rope_type`` and ``rope_theta``.
-        form: options of the layers, and the kind of each layer.
+        kinds: the kind of each layer.
         tied: the output layer is the transposed embedding.
         head: output of the last hidden states: logits, or a critic's value.
         vision: the tower of a vision-language model.
@@ -36,14 +37,12 @@ class ModelSpec(DecoderSizes):
 
     folder: str
     family: Family
+    kinds: tuple[LayerKind, ...]
     norm_eps: float
-    ropes: tuple[dict, ...]
     tied: bool
-    rules: tuple[Rule, ...]
     max_positions: int
     head: Head = "language"
     vision: "VisionSpec | None" = None
-    form: LayerOptions = PLAIN
 
     @classmethod
     def from_folder(cls, folder: str | Path, head: Head = "language") -> "ModelSpec":
@@ -76,11 +75,10 @@ class ModelSpec(DecoderSizes):
             raise ValueError(
                 f"model: {path} has num_key_value_heads {kv_heads}, which does not divide its {heads} heads"
             )
-        ropes = family.ropes(config, path) if family.ropes else (read_rope(config, path),)
-        form = family.form(config, path) if family.form else PLAIN
         spec = cls(
             folder=str(Path(folder).absolute()),  # other processes may run elsewhere
             family=family,
+            kinds=family.read_layers(config, path, family.layer),
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             ffn=config["intermediate_size"],
@@ -89,13 +87,10 @@ class ModelSpec(DecoderSizes):
             head_dim=read_head_dim(config, path, family),
             vocab=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
-            ropes=ropes,
             tied=config.get("tie_word_embeddings", False) and head == "language",
-            rules=family.rules(config, path),
             max_positions=min(config[key] for key in LENGTHS if config.get(key) is not None),
             head=head,
             vision=vision,
-            form=replace(form, scales_rotary=any(rope["rope_type"] == "yarn" for rope in ropes)),
         )
         if vision:
             vision.check_language(spec.hidden, spec.head_dim, spec.vocab, path)
@@ -130,15 +125,52 @@ class ModelSpec(DecoderSizes):
         """HuggingFace's class of the model."""
         return self.family.find_architecture(self.head)
 
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """Attention rule of each layer, or one for every layer."""
+        rules = tuple(kind.rule for kind in self.kinds)
+        return rules if len(set(rules)) > 1 else rules[:1]
+
+    @cached_property
+    def ropes(self) -> tuple[dict, ...]:
+        """Rotary settings that layers have, each once."""
+        ropes = [kind.rope for kind in self.kinds]
+        return tuple(rope for i, rope in enumerate(ropes) if rope not in ropes[:i])
+
+    @cached_property
+    def options(self) -> tuple[LayerOptions, ...]:
+        """Options of each layer, which tell its rotary embedding among ``ropes`` too."""
+        rotary = [
+            {"rotary": self.ropes.index(k.rope), "scales_rotary": k.rope["rope_type"] == "yarn"} for k in self.kinds
+        ]
+        return tuple(replace(kind.options, **found) for kind, found in zip(self.kinds, rotary, strict=True))
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """Widths of the MLPs that layers have, which tensor parallelism cuts, by their name in a message."""
+        widths = {"ffn size": self.ffn} if any(not kind.options.experts for kind in self.kinds) else {}
+        shared = self.experts.shared if self.experts else 0
+        return widths | ({"shared expert's ffn size": shared} if shared else {})
+
+    @property
+    def experts(self) -> Experts | None:
+        """Mixture of the layers that have one, alike in all of them; None of a dense model."""
+        return next((kind.options.experts for kind in self.kinds if kind.options.experts), None)
+
+    @property
+    def activation(self) -> str:
+        """HuggingFace's name of the MLPs' activation."""
+        return self.family.activation[1]
+
     @property
     def qkv_bias(self) -> bool:
         """Queries, keys and values have biases."""
-        return "decoder.layers.0.self_attention.linear_qkv.bias" in self.weights
+        return any(name.endswith("self_attention.linear_qkv.bias") for name in self.weights)
 
     @property
     def qk_norm(self) -> bool:
         """Queries and keys are normed head by head."""
-        return "decoder.layers.0.self_attention.q_layernorm.weight" in self.weights
+        return any(name.endswith("self_attention.q_layernorm.weight") for name in self.weights)
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
@@ -148,8 +180,8 @@ class ModelSpec(DecoderSizes):
         """
         family, prefix = self.family, self.family.prefix
         parameters = [weight.within("", prefix) for piece in family.before for weight in piece(self)]
-        layer = [weight for piece in family.layer for weight in piece(self)]
-        for i in range(self.layers):
+        for i, kind in enumerate(self.kinds):
+            layer = [weight for piece in (*kind.mixer, *kind.mlp) for weight in piece(self)]
             parameters += [weight.within(f"decoder.layers.{i}.", f"{prefix}layers.{i}.") for weight in layer]
         parameters += [weight.within("", prefix) for piece in family.after for weight in piece(self)]
         if not self.tied:
@@ -169,8 +201,8 @@ class ModelSpec(DecoderSizes):
         """
         if megatron_name not in self.weights:
             raise ValueError(
-                f"model: {self.model_type} states no parameter {megatron_name}, which Megatron has; state it in "
-                f"engines/models/families/{self.model_type}.py"
+                f"model: {self.model_type} states no parameter {megatron_name}, which Megatron has; state it in its "
+                "file in engines/models/families"
             )
         return self.weights[megatron_name]
 
@@ -184,6 +216,18 @@ class ModelSpec(DecoderSizes):
             if name.startswith(prefix):
                 return saved + name.removeprefix(prefix)
         return name
+
+    def split_parameter(self, name: str, values: "Tensor") -> "dict[str, Tensor]":
+        """Split a parameter of transformers' module, or its gradient, into tensors of a saved folder by their names."""
+        name = self.find_folder_name(name)
+        if (weight := self._joined_in_module.get(name)) is None:
+            return {name: values}
+        parts = values.reshape(len(weight.tensors), *next(iter(weight.tensors.values())))
+        return dict(zip(weight.tensors, parts, strict=True))
+
+    @cached_property
+    def _joined_in_module(self) -> dict[str, Weight]:
+        return {weight.module: weight for weight in self.weights.values() if weight.module}
 
     def list_hf_names(self) -> set[str]:
         """List the tensors that a saved model of this shape has; a tied output layer is no tensor of its own."""
@@ -213,10 +257,16 @@ class ModelSpec(DecoderSizes):
         """
         lookup = 0 if self.tied else self.vocab * self.hidden
         named = (weight for weight in self.weights.values() if weight.part == "language")
-        weights = sum(math.prod(shape) for weight in named for shape in weight.tensors.values()) - lookup
+        weights = sum(self._count_used(weight) for weight in named) - lookup
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
         pairs = sum(length**2 for length in lengths) / 2
         return 6.0 * weights * tokens + 12.0 * self.layers * self.heads * self.head_dim * pairs
+
+    def _count_used(self, weight: Weight) -> float:
+        """Count the elements that a token is multiplied by: those of its own experts alone."""
+        count = sum(math.prod(shape) for shape in weight.tensors.values())
+        is_expert = self.experts and "ep" in weight.cut.values()
+        return count * self.experts.chosen / self.experts.count if self.experts and is_expert else count
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -225,7 +275,7 @@ class ModelSpec(DecoderSizes):
 
 
 def _make_language_head(model: ModelSpec) -> list[Weight]:
-    return [Weight(OUTPUT, {model.family.output: (model.vocab, model.hidden)}, "vocabulary", cut=0)]
+    return [Weight(OUTPUT, {model.family.output: (model.vocab, model.hidden)}, "vocabulary", {0: "tp"})]
 
 
 def _make_value_head(model: ModelSpec) -> list[Weight]:

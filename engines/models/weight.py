@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -12,7 +13,9 @@ Head = Literal["language", "value"]
 """Kind of output that the last hidden states become: logits, or the value of a critic."""
 Part = Literal["vision", "projector", "language"]
 """Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
-Join = Literal["whole", "qkv", "gated", "vocabulary"]
+Join = Literal["whole", "qkv", "gated", "vocabulary", "experts", "gated_experts"]
+Way = Literal["tp", "ep", "etp"]
+"""Ways to cut a parameter over ranks: tensor and expert parallelism, and the tensor parallelism of experts."""
 
 
 @dataclass(frozen=True)
@@ -24,27 +27,36 @@ class Weight:
         tensors: HF name -> whole shape, in the order in which they are joined.
         join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above the
             up projection and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts
-            of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order.
-        cut: the axis that tensor parallelism cuts; None where every rank has all of it.
+            of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order. ``experts`` stacks a tensor
+            of each expert, ``gated_experts`` gate and up of each.
+        cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
+        module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
+            folder; empty where it is.
     """
 
     name: str
     tensors: dict[str, tuple[int, ...]]
     join: Join = "whole"
-    cut: int | None = None
+    cut: dict[int, Way] = field(default_factory=dict)
     part: Part = "language"
+    module: str = ""
 
     def within(self, place: str, hf_place: str) -> Weight:
         """Name the same parameter from further out, on both sides."""
         tensors = {hf_place + name: shape for name, shape in self.tensors.items()}
-        return replace(self, name=place + self.name, tensors=tensors)
+        module = self.module and hf_place + self.module
+        return replace(self, name=place + self.name, tensors=tensors, module=module)
 
-    def cut_shape(self, tp: int) -> tuple[int, ...]:
-        """Compute the shape that Megatron gives it on each of ``tp`` tensor-parallel ranks."""
+    def cut_shape(self, sizes: Mapping[Way, int]) -> tuple[int, ...]:
+        """Compute the shape that Megatron gives it on each rank, of as many ranks as ``sizes`` has for each way."""
         shapes = list(self.tensors.values())
         shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        if self.join == "experts":
+            shape = [len(shapes), *shapes[0]]
+        elif self.join == "gated_experts":
+            shape = [len(shapes) // 2, 2, *shapes[0]]
         if self.join == "vocabulary":
-            shape[0] = -(-shape[0] // tp) * tp
-        if self.cut is not None:
-            shape[self.cut] //= tp
+            shape[0] = -(-shape[0] // sizes["tp"]) * sizes["tp"]
+        for axis, way in self.cut.items():
+            shape[axis] //= sizes[way]
         return tuple(shape)

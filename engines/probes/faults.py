@@ -12,7 +12,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from engines.models.spec import ModelSpec
-from engines.probes import form_faults, sharing_faults
+from engines.probes import expert_faults, form_faults, sharing_faults
 from hardware.attention.cell import Patch
 from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.platform import Platform
@@ -308,6 +308,16 @@ FAULTS: dict[str, Fault] = {
             "features scaled like text": form_faults.scale_features,
             "images on the wrong layers": form_faults.see_images_on_some_layers,
             "image block off by one": form_faults.shift_image_block,
+        }.items()
+    },
+    **{
+        name: Fault(patches, "gradients" if "gradient" in name else "layouts", model="qwen3_moe")
+        for name, patches in {
+            "gate and up of experts swapped": expert_faults.swap_gate_and_up,
+            "the next expert": expert_faults.take_the_next_expert,
+            "chosen experts' weights not scaled": expert_faults.leave_weights_unscaled,
+            "the last chosen expert dropped": expert_faults.drop_the_last_choice,
+            "a router's gradient lost": expert_faults.lose_the_routers_gradient,
         }.items()
     },
     "a rollout that sees images causally": Fault(

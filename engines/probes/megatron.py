@@ -278,11 +278,11 @@ def _list_gradients(engine: MegatronEngine) -> list[tuple[Tensor, Tensor]]:
 def _gather_buffers(engine: MegatronEngine) -> None:
     """Gather the reduced gradients into every rank's buffers: the distributed optimizer leaves each rank the part of
     the buffer that it steps."""
-    group = cast(dist.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
-    if group.size() == 1:
-        return
-    for buffer in cast(list, engine.module.buffers):  # a method in torch's class, a list in Megatron's
-        for bucket in buffer.buckets:
+    dense, experts = mpu.get_data_parallel_group(with_context_parallel=True), mpu.get_expert_data_parallel_group()
+    buffers = cast(list, engine.module.buffers)  # a method in torch's class, a list in Megatron's
+    for held, ranks in ((buffers, dense), (engine.module.expert_parallel_buffers, experts)):
+        group = cast(dist.ProcessGroup, ranks)
+        for bucket in (bucket for buffer in held for bucket in buffer.buckets if group.size() > 1):
             parts = list(bucket.grad_data.chunk(group.size()))  # views: as large as all weights, it is not copied
             dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 

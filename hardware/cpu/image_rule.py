@@ -3,7 +3,7 @@
 The kernel takes a causal flag for each sequence. So a request is passed as several sequences that share their keys: the
 text up to an image, causal, and the image, not causal, whose keys end with its last token. Queries of both then see the
 same keys as in transformers' Gemma 3. For a token that is not causal the kernel applies a window on both sides, which
-changes nothing while no image is longer than the window (``engines.models.families.gemma3``).
+changes nothing while no image is longer than the window (``engines.models.families.images.gemma3``).
 """
 
 import dataclasses

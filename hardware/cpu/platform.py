@@ -70,11 +70,11 @@ class CpuPlatform(Platform):
         install(CPU)
         return torch.device("cpu")
 
-    def build_layer_spec(self, config, form=PLAIN):
+    def build_layer_spec(self, config, options=(PLAIN,)):
         from hardware.cpu.attention import CpuAttention
         from hardware.megatron.layers import build_layer_spec
 
-        return build_layer_spec(config, form, CpuAttention)
+        return build_layer_spec(config, options, CpuAttention)
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.attention.grouped_sdpa import build_attention_inputs

@@ -18,11 +18,11 @@ class CudaAttention:
     varlen_types: tuple[str, ...] = ("bfloat16", "float16")
     max_pack_sequences = None
 
-    def build_layer_spec(self, config, form=PLAIN):
+    def build_layer_spec(self, config, options=(PLAIN,)):
         from hardware.cuda.attention import CudaAttention
         from hardware.megatron.layers import build_layer_spec
 
-        return build_layer_spec(config, form, CudaAttention)
+        return build_layer_spec(config, options, CudaAttention)
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.attention.grouped_sdpa import build_attention_inputs as grouped

@@ -1,31 +1,45 @@
-"""Options of a decoder layer beyond sizes and biases, as data that is read and checked without torch."""
+"""Options of a decoder's layers beyond sizes and biases, as data that is read and checked without torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of a layer's MLP.
+
+    Attributes:
+        count: experts of the layer. chosen: experts of each token. ffn: width of an expert.
+        is_normed: the weights of a token's chosen experts are scaled to add up to 1.
+        shared: width of an expert that every token goes through, its output scaled by a gate; 0 without one.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    is_normed: bool
+    shared: int = 0
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Options of a layer's arithmetic in which model families differ.
+    """Options of a layer's arithmetic in which families differ, or layers of one.
 
     Attributes:
         norms_from_one: whether a norm scales by 1 + weight, as in Gemma.
         post_norms: whether outputs of attention and MLP are normed before they are added to the residual stream.
         activation: activation of the gated MLP; ``gelu_tanh`` is GELU by its tanh formula.
         attention_scale: factor of the scores; None is 1 / sqrt(head_dim).
-        scales_embedding: whether token embeddings are multiplied by sqrt(hidden), rounded to the type of the weights.
-        scales_rotary: whether cosines and sines are scaled, possibly above 1, as in yarn.
-        rotary_kinds: for each layer, the number of its rotary embedding among the model's; or one number for all
-            layers.
+        rotary: number of the layer's rotary embedding among the model's.
+        scales_rotary: whether its cosines and sines are scaled, possibly above 1, as in yarn.
+        experts: the mixture in the place of the MLP; None for an MLP.
     """
 
     norms_from_one: bool = False
     post_norms: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
     attention_scale: float | None = None
-    scales_embedding: bool = False
+    rotary: int = 0
     scales_rotary: bool = False
-    rotary_kinds: tuple[int, ...] = (0,)
+    experts: Experts | None = None
 
 
 PLAIN = LayerOptions()

@@ -5,6 +5,9 @@ Imported by a platform's ``build_layer_spec`` alone, after the shims are in plac
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -13,12 +16,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
+from hardware.megatron.experts import ExpertLayer
 from hardware.megatron.form import PLAIN, LayerOptions
 from hardware.megatron.marks import mark_sequence_parallel
 
@@ -90,13 +94,12 @@ class CoreAttention(MegatronModule, ABC):
         cp_comm_type=None,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
-        form: LayerOptions = PLAIN,
+        options: LayerOptions = PLAIN,
     ):
         super().__init__(config=config)
-        self.layer_number = layer_number
-        self.softmax_scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        kinds = form.rotary_kinds
-        self.form, self.rotary_kind = form, kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]  # counted from 1
+        self.layer_number = layer_number  # counted from 1
+        self.softmax_scale = options.attention_scale or softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.rotary_kind, self.scales_rotary = options.rotary, options.scales_rotary
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -142,7 +145,7 @@ class CoreAttention(MegatronModule, ABC):
 
 def build_layer_spec(
     config,
-    form: LayerOptions,
+    options: Sequence[LayerOptions],
     core_attention: type[CoreAttention],
     plain_norm: type[torch.nn.Module] = RMSNorm,
     mlp: type[MLP] = MLP,
@@ -150,6 +153,7 @@ def build_layer_spec(
     """Build Megatron's local layers with our norms, the model family's options and a platform's core attention.
 
     Args:
+        options: of each layer of this pipeline stage.
         plain_norm, mlp: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne`` as norm.
 
     Raises:
@@ -157,17 +161,33 @@ def build_layer_spec(
     """
     if config.attention_dropout:
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")
+    build = partial(_build_layer, config, core_attention=core_attention, plain_norm=plain_norm, mlp=mlp)
+    layers = {each: build(each) for each in set(options)}
+    norm = cast(Any, layers[options[-1]].submodules).input_layernorm
+    return TransformerBlockSubmodules(layer_specs=[layers[each] for each in options], layer_norm=norm)
+
+
+def _build_layer(
+    config,
+    options: LayerOptions,
+    core_attention: type[CoreAttention],
+    plain_norm: type[torch.nn.Module],
+    mlp: type[MLP],
+) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
-    norm = cast(Any, NormFromOne if form.norms_from_one else plain_norm)  # Megatron's annotation leaves out classes
+    norm = cast(Any, NormFromOne if options.norms_from_one else plain_norm)  # Megatron's annotation leaves out classes
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     parts.mlp.module = mlp
-    if form.post_norms:
+    if options.experts:
+        # No ModuleSpec: of one with a class that it does not know, Megatron warns in every layer.
+        parts.mlp = SimpleNamespace(module=ExpertLayer, params={"experts": options.experts, "mlp": parts.mlp})
+    if options.post_norms:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.
     parts.sharded_state_dict_keys_map = {}
     attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(core_attention, {"form": form})
+    attention.core_attention = ModuleSpec(core_attention, {"options": options})
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return layer

@@ -14,6 +14,12 @@ def mark_sequence_parallel(parameters: Iterable[Any], config) -> None:
         parameter.sequence_parallel = config.sequence_parallel
 
 
-def get_cut_dim(parameter: Any) -> int:
-    """Return the dimension along which Megatron has cut a parameter over the tensor-parallel ranks."""
-    return parameter.partition_dim
+def mark_experts(parameters: Iterable[Any], cut_dim: int) -> None:
+    """Mark parameters of experts, as Megatron looks for it.
+
+    Their gradients are summed over the ranks that hold the same experts, at every size, so that a checkpoint has their
+    state apart from others' at every size too. Each rank counts its own in the gradient's norm.
+    """
+    for parameter in parameters:
+        parameter.allreduce = False
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, cut_dim, 1

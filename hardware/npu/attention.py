@@ -13,7 +13,7 @@ class NpuAttention(CoreAttention):
     """Core attention by one call of ``npu_fusion_attention`` for a micro-batch, or two under context parallelism."""
 
     def rotate(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        return super().rotate(x, rotary) if self.form.scales_rotary else rotate_fused(x, rotary)
+        return super().rotate(x, rotary) if self.scales_rotary else rotate_fused(x, rotary)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: NpuPlan, rule: Rule) -> Tensor:
         outs = [self._call(query, key, value, call) for call in plan.calls[rule]]

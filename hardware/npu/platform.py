@@ -18,12 +18,12 @@ class NpuLayers:
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
     max_pack_sequences = MAX_PACK_SEQUENCES
 
-    def build_layer_spec(self, config, form=PLAIN):
+    def build_layer_spec(self, config, options=(PLAIN,)):
         from hardware.megatron.layers import build_layer_spec
         from hardware.npu.attention import NpuAttention
         from hardware.npu.layers import NpuRMSNorm, find_mlp
 
-        return build_layer_spec(config, form, NpuAttention, NpuRMSNorm, find_mlp(config))
+        return build_layer_spec(config, options, NpuAttention, NpuRMSNorm, find_mlp(config))
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.npu.attention_plan import build_attention_inputs

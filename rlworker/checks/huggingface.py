@@ -158,7 +158,8 @@ def _compute_in(
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            gradients[spec.find_folder_name(name)], parameter.grad = parameter.grad.float(), None
+            gradients |= spec.split_parameter(name, parameter.grad.float())
+            parameter.grad = None
     hidden = {number: torch.cat(parts).float() for number, parts in states.items()}
     return Reference(joined.logprobs, joined.entropy, hidden, gradients)
 
@@ -185,11 +186,13 @@ def computing_in_double() -> Iterator[None]:
 
 
 def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """Load transformers' model from a folder, with eager attention, which forms every weight ``[b, h, s, s]``."""
+    """Load transformers' model from a folder, with eager attention, which forms every weight ``[b, h, s, s]``, and
+    experts one after another."""
     import transformers
 
     model_class = getattr(transformers, spec.architecture)
-    return model_class.from_pretrained(spec.folder, dtype=dtype, attn_implementation="eager")
+    plain = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if spec.experts else {})
+    return model_class.from_pretrained(spec.folder, dtype=dtype, **plain)
 
 
 def iterate_logits(

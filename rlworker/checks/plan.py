@@ -73,6 +73,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
         folder = find_model(folder, files=["config.json"])
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
         config.actor.check_model(models[role])
+    config.actor.check_spread(models["actor"])
     if isinstance(config, RunConfig):
         config.rollout.check_cut(models["actor"])
     plan = make_plan(config, models)
@@ -144,6 +145,10 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     """
     batch = _describe_rl_batch(config) if isinstance(config, RunConfig) else _describe_supervised_batch(config)
     batch |= _describe_cut(config)
+    if experts := models["actor"].experts:
+        parts = f" in {config.actor.etp} parts" if config.actor.etp > 1 else ""
+        held = f"{experts.count // config.actor.ep} of {experts.count} on each rank{parts}"
+        batch["experts"] = f"{held}; {experts.chosen} for each token"
     sees = models["actor"].vision is not None
     return Plan(batch, list_needs(config, models), estimate_padding(config.actor, config.longest), sees)
 
@@ -212,25 +217,30 @@ def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float)
     tokens = [actor.micro_batch_tokens // cut for cut in (1, 2, 4, 8)]
     longest = config.longest
     sizes = (1, 2, 4, 8, 16)
+    spread = sizes if any(model.experts for model in models.values()) else (1,)
     candidates = []
-    for kind, most, tp, pp, dp in product(recompute, tokens, sizes, sizes, dict.fromkeys((actor.dp, 1))):
-        if tp < actor.tp or pp < actor.pp or (most < longest and most != actor.micro_batch_tokens):
+    for kind, most, tp, pp, ep, dp in product(recompute, tokens, sizes, sizes, spread, dict.fromkeys((actor.dp, 1))):
+        is_less = tp < actor.tp or pp < actor.pp or ep < actor.ep
+        if is_less or (most < longest and most != actor.micro_batch_tokens):
             continue
         try:
-            other = replace(actor, recompute=kind, micro_batch_tokens=most, tp=tp, pp=pp, ranks=tp * pp * actor.cp * dp)
+            ranks = tp * pp * actor.cp * dp
+            other = replace(actor, recompute=kind, micro_batch_tokens=most, tp=tp, pp=pp, ep=ep, ranks=ranks)
             for model in models.values():
                 other.check_model(model)
         except ValueError:
             continue
+        changes = _list_changes(actor, other)
+        candidates.append(((len(changes), ranks, -most, tp * pp, ep, changes), other))
+    for (*_, changes), other in sorted(candidates, key=lambda candidate: candidate[0]):
         needs = list_misfits(make_plan(replace(config, actor=other), models), memory_gb)
         if all(need.is_rollout for need in needs):
-            changes = _list_changes(actor, other)
-            candidates.append((len(changes), other.ranks, -most, changes))
-    return " ".join(min(candidates)[3]) if candidates else ""
+            return " ".join(changes)
+    return ""
 
 
 def _list_changes(before: MegatronConfig, after: MegatronConfig) -> list[str]:
-    names = ("ranks", "tp", "pp", "recompute", "micro_batch_tokens")
+    names = ("ranks", "tp", "pp", "ep", "recompute", "micro_batch_tokens")
     pairs = [(name, getattr(after, name)) for name in names if getattr(after, name) != getattr(before, name)]
     return [f"--actor.{name.replace('_', '-')} {value}" for name, value in pairs]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the kinds are named by settings, which are read before anyt
     from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3", "internvl"]
-TinyText = Literal["qwen2", "mistral", "phi3"]
+TinyText = Literal["qwen2", "mistral", "phi3", "qwen3_moe"]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
 
@@ -32,6 +32,13 @@ _TEXT: dict[TinyText, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": 24},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},

@@ -100,7 +100,8 @@ def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Nee
 def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     """Plan the devices of rollout engines: a part of the weights and a KV cache on each."""
     platform, tp = get_platform(config.platform), config.rollout.tp
-    weights = sum(parameter.numbers for parameter in list_parameters(model, MegatronConfig(ranks=tp, tp=tp), 0))
+    sizes = MegatronConfig(ranks=tp, tp=tp, etp=tp if model.experts else 1)  # vLLM cuts each expert, too
+    weights = sum(parameter.numbers for parameter in list_parameters(model, sizes, 0))
     cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
     memory = RankMemory(weights * get_itemsize(config.rollout.dtype), 0, 0, cache)
     return Need("rollout engines" if tp == 1 else "rollout devices", config.rollout.devices, {"rollout": memory})
@@ -112,11 +113,10 @@ def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) 
     trainable = role != "reference"
     cpu_offload = isinstance(config, RunConfig) and role in config.placement.cpu_offload
     micro = MicroBatch(slots, max(1, slots // count_row_slots(config)))
-    ranks = range(actor.dp * actor.cp if trainable else 1)
-    memories = (
-        compute_rank_memory(model, actor, stage, rank, micro, kernels, trainable=trainable, cpu_offload=cpu_offload)
-        for rank in ranks
-    )
+    # Without experts, the tensor-parallel ranks that hold parts of the same parameters have equally much.
+    ranks = range(0, actor.ranks // actor.pp if trainable else 1, 1 if model.experts else actor.tp)
+    settings = {"trainable": trainable, "cpu_offload": cpu_offload, "parameters": list_parameters(model, actor, stage)}
+    memories = (compute_rank_memory(model, actor, stage, rank, micro, kernels, **settings) for rank in ranks)
     return max(memories, key=lambda memory: memory.total)
 
 

@@ -23,6 +23,7 @@ def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollou
         ValueError: an engine cannot hold the model.
     """
     model = ModelSpec.from_folder(folder)
+    actor.check_spread(model)
     check_trainable(model, actor, platform_name)
     check_rollout(model, platform_name, rollout)
     return model

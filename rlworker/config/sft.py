@@ -83,6 +83,7 @@ class SftConfig(TrainingConfig):
             ValueError: the engine cannot hold the model, or the model has fewer positions than the longest row.
         """
         model = ModelSpec.from_folder(find(self.model))
+        self.actor.check_spread(model)
         check_trainable(model, self.actor, self.platform)
         if self.longest > model.max_positions:
             raise ValueError(

@@ -95,7 +95,7 @@ def send_stage(worker) -> None:
         for name, parameter in _name_parameters(engine.decoder).items():
             if not (engine.model.tied and name == OUTPUT):
                 weight = engine.model.find_weight(name)
-                whole = _unshard(weight.join, parameter, parameter.data)
+                whole = _unshard(weight, parameter.data)
                 yield from zip(weight.tensors, _split(weight, whole, engine.model), strict=True)
 
     for bucket, last in pack_buckets(export(), SIZE):

@@ -37,6 +37,13 @@ def reads_of_steps(rank, world, address, folder):
     return results
 
 
+def test_experts_of_one_rank_read_nothing_back(one_rank, make_hf_model):
+    """Their tokens are counted, sorted and multiplied on the device. Spread over ranks, each layer reads how many go
+    where."""
+    several, *_ = one_rank.run(reads_of_steps, draw_address(), make_hf_model("qwen3_moe", False))[0]
+    assert several[1] > 2 and several[0].keys() == READS_OF_A_STEP.keys()
+
+
 def test_a_step_reads_back_from_the_device_where_the_list_says(one_rank, make_hf_model):
     case = draw_address(), make_hf_model("qwen2", False)
     several, once, looking, theirs = one_rank.run(reads_of_steps, *case)[0]

@@ -4,6 +4,20 @@ import math
 import re
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3")
+EXPERT_SIZES = ("DP2-EP2", "TP2-EP2", "TP2-ETP2", "CP2-EP2", "PP2")
+"""Parallel sizes of mixtures of experts on two ranks, which share out experts or hold each in parts."""
+MORE_EXPERT_SIZES = (
+    "TP2",
+    "CP2",
+    "DP2-ETP2",
+    "TP2-DP2-EP2",
+    "TP2-DP2-EP4",
+    "TP2-DP2-EP2-ETP2",
+    "PP2-DP2-EP2",
+    "PP2-TP2-EP2",
+)
+MORE_EXPERT_SIZES += ("CP2-DP2-EP4", "CP2-TP2-EP2", "CP2-PP2-EP2", "CP2-TP2-EP2-ETP2", "DP4-EP2")
+EXPERT_FAMILIES = ("qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "mixtral")
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "internvl")
 VIDEO_FAMILIES = ("qwen3_vl",)
 TIED = ("tied", "untied")
@@ -22,9 +36,9 @@ def parse_size(size: str) -> dict[str, int]:
 
     Data parallelism is no setting: it takes the ranks that the others leave.
     """
-    return {name.lower(): int(ways) for name, ways in re.findall(r"(TP|PP|CP)(\d+)", size)}
+    return {name.lower(): int(ways) for name, ways in re.findall(r"\b(TP|PP|CP|EP|ETP)(\d+)", size)}
 
 
 def count_ranks(size: str) -> int:
-    """Count the ranks that a size takes: ``"one"`` takes 1, ``"TP2-CP2"`` 4."""
-    return math.prod(int(ways) for ways in re.findall(r"\d+", size))
+    """Count the ranks that a size takes: ``"one"`` takes 1, ``"TP2-CP2"`` 4, and so does ``"TP2-DP2-EP2"``."""
+    return math.prod(int(ways) for ways in re.findall(r"\b[TPCD]P(\d+)", size))

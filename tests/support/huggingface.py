@@ -67,8 +67,17 @@ def run_forward(
 
 def name_gradients(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:
     """Map the folder's names of weights to the gradients of the last backward pass, without a copy."""
-    parameters = model.named_parameters()
-    return {spec.find_folder_name(name): p.grad for name, p in parameters if p.grad is not None}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients |= spec.split_parameter(name, parameter.grad)
+    return gradients
+
+
+def name_weights(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:
+    """Map the folder's names of weights to their values, without a copy."""
+    parts = (spec.split_parameter(name, parameter.detach()) for name, parameter in model.named_parameters())
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ _GEMMA = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     },
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "llama": ("llama", {}),
@@ -31,6 +32,11 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", _GEMMA),
     "mistral": ("mistral", {"head_dim": 48, "sliding_window": 5}),  # on every layer
     "phi3": ("phi3", {}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 48} | _EXPERTS),
+    "qwen2_moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
+    # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
+    "qwen3_moe-dense": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False}),
 }
 """Name -> HF model_type and the settings that differ."""
 

@@ -1,9 +1,11 @@
 """Memory of activations: tensors that forward passes keep for backward passes, and temporary tensors of the latter."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
+from hardware.megatron.form import Experts, LayerOptions
 from hardware.platform import KernelMemory
 
 FP32 = 4
@@ -52,7 +54,9 @@ class _Layer:
         return self.norms + self.before + self.core + self.output + self.mlp
 
 
-def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, kernels: KernelMemory) -> _Layer:
+def _count_layer(
+    model: ModelSpec, options: LayerOptions, config: MegatronConfig, micro: MicroBatch, kernels: KernelMemory
+) -> _Layer:
     """Count the bytes that a layer keeps for its backward pass, tensor by tensor.
 
     Tensors of the hidden size's width are split over tp by sequence parallelism, all other tensors by heads or columns.
@@ -64,7 +68,7 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))
     # A norm that scales by 1 + weight computes in fp32 and multiplies by hand: both tensors are kept.
-    norm_input = (2 * FP32 if model.form.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
+    norm_input = (2 * FP32 if options.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
     hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
     before, core_input = query + 2 * key, query
     if model.qk_norm:  # a fused norm keeps its input, which for keys is a view into a kept tensor
@@ -79,8 +83,15 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
     sums = model.heads * FP32 * slots
     copied = query if kernels.copies_output and config.layout == "thd" else 0.0
     norm = model.hidden * norm_input + hidden
-    post_norms = 2 * model.hidden * norm_input if model.form.post_norms else 0.0  # their outputs are added, not kept
+    post_norms = 2 * model.hidden * norm_input if options.post_norms else 0.0  # their outputs are added, not kept
     out = query - copied  # with a copy the kernel keeps its own
+    halves = 3 if kernels.fuses_swiglu and model.activation == "silu" else 5
+    mlp = halves * ffn
+    if options.experts:
+        shared = options.experts.shared
+        mlp = _count_experts(options.experts, model.hidden, size, config.etp) * slots
+        # With the gate and the output that it scales, and the input, of which the router has a copy.
+        mlp += (halves * shared + 2 * model.hidden + 1) * size * slots if shared else 0
     return _Layer(
         input=hidden,
         norms=2 * norm + post_norms,
@@ -89,8 +100,25 @@ def _count_layer(model: ModelSpec, config: MegatronConfig, micro: MicroBatch, ke
         core=query + keys_and_values + sums + copied,
         output=out + copied,
         core_input=core_input,
-        mlp=(3 if kernels.fuses_swiglu and model.form.activation == "silu" else 5) * ffn,
+        mlp=mlp,
     )
+
+
+_INDEX = 8
+"""Bytes of a number of a token or an expert."""
+
+
+def _count_experts(experts: Experts, hidden: int, size: int, parts: int) -> float:
+    """Count the bytes that a mixture keeps for the backward pass, for each slot as if it held a token.
+
+    For each token: its hidden state in fp32 and its place; scores, and the chosen ones before and after they are
+    scaled. For each of its experts: a row of the input; gate, up, activation, their product and that times the row's
+    weight; the weight, its expert and two places. Of an expert in several parts each rank has a row. Experts are taken
+    to get equally many tokens.
+    """
+    row = (parts * hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
+    token = (hidden * FP32 if size < FP32 else 0) + (experts.count + 2 * experts.chosen) * FP32 + _INDEX
+    return experts.chosen * row + token
 
 
 @dataclass(frozen=True)
@@ -111,17 +139,26 @@ class Kept:
         return self.layers + max(self.again, self.loss)
 
 
+def list_stage_options(model: ModelSpec, config: MegatronConfig, stage: int) -> tuple[LayerOptions, ...]:
+    """List the options of each layer of a pipeline stage."""
+    count = model.layers // config.pp
+    return model.options[stage * count : (stage + 1) * count]
+
+
 def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory) -> Kept:
     """Count the bytes that autograd keeps. Stage i of p has p - i micro-batches in flight."""
-    layer = _count_layer(model, config, micro, kernels)
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp
-    each, again, loss = layer.whole, 0.0, 0.0
-    if config.recompute == "core":  # when a layer's core is recomputed, later tensors of the layer are freed
-        each += layer.core_input - layer.core
-        again = max(0.0, layer.core - layer.mlp - layer.output - layer.late_norms)
-    elif config.recompute == "full":  # the first norm keeps the same tensor as the layer
-        each, again = layer.input, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0)
-    kept = model.layers // config.pp * each + 2 * len(model.ropes) * model.head_dim * size * slots
+    kept, again, loss = 2 * len(model.ropes) * model.head_dim * size * slots, 0.0, 0.0
+    for options, count in Counter(list_stage_options(model, config, stage)).items():
+        layer = _count_layer(model, options, config, micro, kernels)
+        if config.recompute == "core":  # when a layer's core is recomputed, later tensors of the layer are freed
+            kept += count * (layer.whole + layer.core_input - layer.core)
+            again = max(again, layer.core - layer.mlp - layer.output - layer.late_norms)
+        elif config.recompute == "full":  # the first norm keeps the same tensor as the layer
+            kept += count * layer.input
+            again = max(again, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0))
+        else:
+            kept += count * layer.whole
     if stage == config.pp - 1:
         loss = model.hidden * (size + kernels.count_norm_input_bytes(size) / config.tp) * slots
     return Kept(kept * (config.pp - stage), again, loss)
@@ -155,7 +192,9 @@ def estimate_activations(
     if model.vision and stage == 0:
         tower = _estimate_tower(model, config, slots, trainable) * (config.pp if trainable else 1)
     if not trainable:
-        return int(max(_count_layer(model, config, micro, kernels).whole, head) + tower)
+        options = set(list_stage_options(model, config, stage))
+        largest = max(_count_layer(model, each, config, micro, kernels).whole for each in options)
+        return int(max(largest, head) + tower)
     kept = count_kept(model, config, stage, micro, kernels)
     sent = 0.0 if is_last else (config.pp - stage) * model.hidden * size * slots / tp  # on to the next stage
     heads = model.heads // tp, model.kv_heads // tp

@@ -1,7 +1,8 @@
 """Bytes that a rank of a training engine holds, from the model's shape alone: nothing is built and nothing imported.
 
 Parameters, gradients and optimizer state are exact: Megatron lays them out in one buffer, last parameter first, and
-cuts it over the data- and context-parallel ranks. Activations are an estimate.
+cuts it over the data- and context-parallel ranks. Parameters of experts have a buffer of their own, over the ranks that
+hold the same experts. Activations are an estimate.
 """
 
 import math
@@ -27,12 +28,14 @@ class Parameter:
 
     Attributes:
         shared: a copy of it is on another pipeline stage, so that it has a bucket of its own.
+        is_expert: it is of experts, and in their buffer.
     """
 
     name: str
     shape: tuple[int, ...]
     part: Part = "language"
     shared: bool = False
+    is_expert: bool = False
 
     @property
     def numbers(self) -> int:
@@ -73,15 +76,11 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     copied = model.tied and config.pp > 1
     parameters = []
     for name, weight in model.weights.items():
-        if name.startswith("decoder.layers."):
-            owner = int(name.split(".")[2]) // (model.layers // config.pp)
-        else:
-            owner = 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
-        if owner == stage:
-            shared = copied and name == EMBEDDING
-            parameters.append(Parameter(name, weight.cut_shape(config.tp), weight.part, shared))
+        if _find_stage(name, model, config) == stage:
+            shared, is_expert = copied and name == EMBEDDING, "ep" in weight.cut.values()
+            parameters.append(Parameter(name, weight.cut_shape(config.cut_sizes), weight.part, shared, is_expert))
     if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
-        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.tp), shared=True))
+        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.cut_sizes), shared=True))
     return parameters
 
 
@@ -95,31 +94,39 @@ def compute_rank_memory(
     *,
     trainable: bool = True,
     cpu_offload: bool = False,
+    parameters: list[Parameter] | None = None,
 ) -> RankMemory:
     """Compute the memory of a pipeline stage's rank.
 
     Args:
-        rank: among the data- and context-parallel ranks that hold the same parameters.
+        rank: number among the stage's ranks.
         micro: sizes of a micro-batch. kernels: extra memory of the platform's kernels.
         trainable: with gradients and an optimizer. cpu_offload: frozen weights are offloaded to the host.
+        parameters: the stage's, where they were listed before.
     """
-    parameters, size = list_parameters(model, config, stage), get_itemsize(config.dtype)
+    parameters, size = parameters or list_parameters(model, config, stage), get_itemsize(config.dtype)
     numbers = sum(parameter.numbers for parameter in parameters)
     activations = estimate_activations(model, config, stage, micro, kernels, trainable)
     if not trainable:
         return RankMemory(numbers * size, 0, 0, activations, numbers * size if cpu_offload else 0, cpu_offload)
     learning = [parameter for parameter in parameters if parameter.part not in config.freeze]
     frozen = numbers - sum(parameter.numbers for parameter in learning)
-    places, buckets = _buffer(learning, config.dp * config.cp)
-    moments: list[int] = []
-    for start, end in buckets:
-        share = (end - start) // (config.dp * config.cp)
-        part = start + rank * share, start + (rank + 1) * share
-        moments += (max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
-    offloaded = sum(moments[place] for place in choose_largest(moments, config.optimizer.offload_fraction))
-    bytes_each = (2 if config.dtype == "float32" else 3) * FP32
-    buffer = buckets[-1][1]
-    state = (sum(moments) - offloaded) * bytes_each
+    buffer = state = offloaded = 0
+    for is_expert, apart in ((False, config.tp), (True, config.cut_sizes["ep"] * config.cut_sizes["etp"])):
+        own = [parameter for parameter in learning if parameter.is_expert == is_expert]
+        if not own:
+            continue
+        # Ranks count on within those that hold parts of the same parameters, then over those that hold the same parts.
+        places, buckets = _buffer(own, ranks := config.ranks // config.pp // apart)
+        moments: list[int] = []
+        for start, end in buckets:
+            share = (end - start) // ranks
+            part = start + rank // apart * share, start + (rank // apart + 1) * share
+            moments += (max(0, min(stop, part[1]) - max(begin, part[0])) for begin, stop in places)
+        # Megatron has an optimizer of each buffer.
+        on_host = sum(moments[place] for place in choose_largest(moments, config.optimizer.offload_fraction))
+        buffer, state, offloaded = buffer + buckets[-1][1], state + sum(moments) - on_host, offloaded + on_host
+    state *= (2 if config.dtype == "float32" else 3) * FP32
     return RankMemory((buffer + frozen) * size, buffer * FP32, state, activations, offloaded * _OFFLOADED)
 
 

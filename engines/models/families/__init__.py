@@ -1,6 +1,7 @@
 """The families of models that can be trained: one file for each ``model_type``, with a ``FAMILY`` that describes it.
 
-A new family is a new file here and no line anywhere else. Files that begin with ``_`` are shared by several families.
+A new family is a new file in one of the folders here and no line anywhere else. Files that begin with ``_`` are shared
+by several families.
 """
 
 import pkgutil
@@ -10,9 +11,16 @@ from pathlib import Path
 from engines.models.family import Family
 
 
+def _list_files() -> dict[str, str]:
+    """List the file of every family: ``model_type`` -> module."""
+    modules = (module.name for module in pkgutil.walk_packages(__path__, f"{__name__}.") if not module.ispkg)
+    named = {name.rpartition(".")[2]: name for name in modules}
+    return {name: module for name, module in sorted(named.items()) if not name.startswith("_")}
+
+
 def list_families() -> list[str]:
     """List the ``model_type`` of every family that there is a file of."""
-    return sorted(file.name for file in pkgutil.iter_modules(__path__) if not file.name.startswith("_"))
+    return list(_list_files())
 
 
 def find_family(model_type: object, path: Path) -> Family:
@@ -24,15 +32,16 @@ def find_family(model_type: object, path: Path) -> Family:
     Raises:
         ValueError: there is no file of that name, or it states another ``model_type``.
     """
-    if model_type not in (families := list_families()):
+    files = _list_files()
+    if not isinstance(model_type, str) or model_type not in files:
         raise ValueError(
-            f"model: {path} has model_type {model_type!r}, expected one of {families}; to train another family, "
+            f"model: {path} has model_type {model_type!r}, expected one of {list(files)}; to train another family, "
             "add its file in engines/models/families"
         )
-    family: Family = import_module(f"{__name__}.{model_type}").FAMILY
+    family: Family = import_module(files[model_type]).FAMILY
     if family.model_type != model_type:
         raise ValueError(
-            f"engines/models/families/{model_type}.py states the model_type {family.model_type!r}, expected "
-            f"{model_type!r}, its own name; rename one of them"
+            f"{files[model_type]} states the model_type {family.model_type!r}, expected {model_type!r}, its own name; "
+            "rename one of them"
         )
     return family

@@ -1,12 +1,12 @@
 """Pieces that several families are made of: of a decoder, in Megatron's order within each, and of a vision tower."""
 
-from engines.models.family import DecoderSizes
+from engines.models.layer import DecoderSizes
 from engines.models.weight import EMBEDDING, Weight
 
 
 def embedding(model: DecoderSizes) -> tuple[Weight, ...]:
     """State the embedding ``[v, h]``, a row for each token; Megatron pads the rows."""
-    return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, "vocabulary", cut=0),)
+    return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, "vocabulary", cut={0: "tp"}),)
 
 
 def attention(model: DecoderSizes) -> tuple[Weight, ...]:
@@ -16,8 +16,8 @@ def attention(model: DecoderSizes) -> tuple[Weight, ...]:
     qkv = {f"self_attn.{name}.weight": (rows, hidden) for name, rows in parts.items()}
     return (
         Weight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
-        Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut=1),
-        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut=0),
+        Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut={1: "tp"}),
+        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut={0: "tp"}),
     )
 
 
@@ -26,7 +26,7 @@ def qkv_bias(model: DecoderSizes) -> tuple[Weight, ...]:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     tensors = {f"self_attn.{name}.bias": (rows,) for name, rows in parts.items()}
-    return (Weight("self_attention.linear_qkv.bias", tensors, "qkv", cut=0),)
+    return (Weight("self_attention.linear_qkv.bias", tensors, "qkv", cut={0: "tp"}),)
 
 
 def qk_norm(model: DecoderSizes) -> tuple[Weight, ...]:
@@ -43,8 +43,8 @@ def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
     return (
         Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        Weight("mlp.linear_fc1.weight", gated, "gated", cut=0),
-        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut=1),
+        Weight("mlp.linear_fc1.weight", gated, "gated", cut={0: "tp"}),
+        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
     )
 
 

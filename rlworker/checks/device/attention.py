@@ -53,14 +53,11 @@ def build_core(platform: Platform, layer: int = 1, cp: int = 1, cp_rank: int = 0
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
-    from hardware.megatron import layers
-
     heads, dim = sizes.get("heads", HEADS), sizes.get("dim", DIM)
     config = TransformerConfig(
         num_layers=2, hidden_size=heads * dim, num_attention_heads=heads, kv_channels=dim, attention_dropout=0.0
     )
-    with patch.object(layers, "get_num_layers_to_build", lambda config: 1):  # it would ask which stage this is
-        layer_of_model = platform.build_layer_spec(config).layer_specs[0].submodules
+    layer_of_model = platform.build_layer_spec(config).layer_specs[0].submodules
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp, rank=lambda: cp_rank))
     spec = layer_of_model.self_attention.submodules.core_attention
     return build_module(spec, config, layer, None, "self", pg_collection=group)

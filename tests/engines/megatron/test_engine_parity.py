@@ -5,8 +5,19 @@ from functools import partial
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import FAMILIES, LAYOUTS, RECOMPUTE, SIZES, TIED, TWO_RANKS, parse_size
-from support.huggingface import name_gradients, run_forward
+from support.factors import (
+    EXPERT_FAMILIES,
+    EXPERT_SIZES,
+    FAMILIES,
+    LAYOUTS,
+    MORE_EXPERT_SIZES,
+    RECOMPUTE,
+    SIZES,
+    TIED,
+    TWO_RANKS,
+    parse_size,
+)
+from support.huggingface import name_gradients, name_weights, run_forward
 from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, make_batch, run_case
 from support.ranks.pool import draw_address
@@ -45,7 +56,7 @@ def hf_steps(spec: ModelSpec) -> dict:
             result["gradients"] = {name: g.clone() for name, g in name_gradients(model, spec).items()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
-    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    result["weights"] = {name: tensor.clone() for name, tensor in name_weights(model, spec).items()}
     return result
 
 
@@ -125,6 +136,26 @@ MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
 )
 def test_parity(compare, size, family, tied, layout, recompute, micro):
     compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})
+def test_experts(compare, family, layout, recompute, micro):
+    compare("one", family, False, {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix({"size": EXPERT_SIZES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})
+def test_experts_over_ranks(compare, size, layout, recompute, micro):
+    compare(size, "qwen3_moe", False, {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", MORE_EXPERT_SIZES)
+def test_experts_over_more_ranks(compare, size, layout):
+    """Some in micro-batches of one sequence with a shared expert, some of a model that begins with a dense layer."""
+    family = "qwen2_moe" if layout == "thd" else "qwen3_moe-dense"
+    settings = MICRO["split"] if layout == "thd" else {"recompute": "full"}
+    compare(size, family, False, {"layout": layout} | settings)
 
 
 @matrix({"size": TWO_RANKS, "layout": LAYOUTS, "recompute": ("none", "core", "full")})

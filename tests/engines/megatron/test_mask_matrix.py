@@ -76,6 +76,12 @@ def is_honoured(platform: str, layout: str, rule: str) -> bool:
     return (platform, layout, rule) != ("npu-emulated", "thd", "images")
 
 
+def set_rule(engine, rule: Rule) -> None:
+    """Set the attention rule of every layer."""
+    kinds = tuple(dataclasses.replace(kind, rule=rule) for kind in engine.model.kinds)
+    engine.model = dataclasses.replace(engine.model, kinds=kinds)
+
+
 def run_rules(rank, world, address, folder, settings, platform, places, probed):
     """For each layout and rule of ``places``: what the probes found on this rank, and the leader's logits and
     gradients. Where not ``probed``, the logits alone."""
@@ -85,7 +91,7 @@ def run_rules(rank, world, address, folder, settings, platform, places, probed):
     batch, results = batch_with_images(), {}
     for kind, name in places:
         rule, leaks, gradients = RULES[name], [], None
-        engine.model = dataclasses.replace(engine.model, rules=(rule,))
+        set_rule(engine, rule)
         engine.config = dataclasses.replace(engine.config, layout=kind)
         if probed:
             leaks = [*probe_attention(engine, kind, rule, PROBED), *probe_tokens(engine, kind, (rule,), PROBED)]
@@ -179,7 +185,7 @@ def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model, logits):
         from engines.megatron import engine as engine_module
         from engines.probes import megatron as probes
 
-        engine.model = dataclasses.replace(engine.model, rules=(Rule(window=2),))
+        set_rule(engine, Rule(window=2))
         scored, score = [], engine_module.score_tokens
 
         def count(hidden, *args, **settings):

@@ -35,6 +35,9 @@ def export(engine):
         ("qwen2", {"tp": 2}, True),
         ("qwen2", {"pp": 2}, False),
         ("phi3", {"tp": 2}, False),  # whose projections are fused
+        ("qwen3_moe", {"tp": 2, "ep": 2}, False),
+        ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
+        pytest.param("mixtral", {"ep": 2}, False, marks=pytest.mark.large),
     ],
     ids=str,
 )
@@ -99,10 +102,24 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
 
 RESUMES = [("DP2", "DP2"), ("TP2", "TP2"), ("TP2", "DP2"), ("DP2", "PP2"), ("CP2", "TP2")]
 MORE = [("DP4", "TP2-PP2"), ("TP2-CP2", "DP2-PP2"), ("DP2-PP2", "TP4")]
+OF_EXPERTS = [("TP2-EP2", size) for size in ("TP2-EP2", "DP2-EP2", "DP2", "PP2", "TP2-ETP2", "CP2-EP2")]
+OF_EXPERTS += [("DP2", "DP2-EP2"), ("TP2-DP2-EP2-ETP2", "PP2-DP2-EP2")]
 
 
-@pytest.mark.parametrize(("first", "then"), [*RESUMES, *(pytest.param(*c, marks=pytest.mark.large) for c in MORE)])
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(pool_of, make_hf_model, tmp_path, first, then):
+def list_resumes(model: tuple[str, bool], cases: list, more: list) -> list:
+    large = [pytest.param(model, *case, marks=pytest.mark.large) for case in more]
+    return [*((model, *case) for case in cases), *large]
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "then"),
+    [
+        *list_resumes(("qwen2", True), RESUMES, MORE),
+        *list_resumes(("qwen3_moe-dense", False), [("TP2-EP2", "DP2-ETP2")], [("TP2-EP2", "TP2-EP2")]),  # of two kinds
+        *list_resumes(("qwen3_moe", False), [], OF_EXPERTS),
+    ],
+)
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(pool_of, make_hf_model, tmp_path, model, first, then):
     """Two steps, save, two more; then load into a fresh engine of the same or other sizes and repeat the last two."""
     before, after = parse_size(first), parse_size(then)
 
@@ -117,8 +134,8 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(pool_of, make_hf_mo
         engine.load(target)
         return uninterrupted, ([r.lr for r in steps(engine, 2, seed=2)], export(engine))
 
-    addresses = draw_address(), draw_address()
-    results = pool_of(first).run(run, *addresses, make_hf_model("qwen2", True), str(tmp_path), before, after)
+    addresses, folder = (draw_address(), draw_address()), make_hf_model(*model)
+    results = pool_of(first).run(run, *addresses, folder, str(tmp_path), before, after)
     (want_lr, _), (got_lr, _) = results[0]
     assert got_lr == want_lr
     want = next(first[1] for first, _ in results if first[1])

@@ -33,7 +33,10 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     engine = build_engine(rank, world, address, model, settings)
     for part in engine.optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)
-    parts, buffers = engine.optimizer.chained_optimizers, engine.module.buffers
+    parts, buffers = (
+        engine.optimizer.chained_optimizers,
+        [*engine.module.buffers, *engine.module.expert_parallel_buffers],
+    )
     masters = [shard for part in parts for group in part.shard_fp32_from_float16_groups for shard in group]
     states = [state for part in parts for state in part.optimizer.state.values()]
     kept = [*masters, *(value for state in states for value in state.values())]
@@ -43,7 +46,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
     }
-    stage, place = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True)
+    stage, place = mpu.get_pipeline_model_parallel_rank(), rank % (world // engine.config.pp)
     memory = compute_rank_memory(model, engine.config, stage, place, MicroBatch(), engine.platform.kernel_memory)
     planned = vars(memory)
     parameters = [(name, tuple(p.shape)) for name, p in _name_parameters(engine.module.module).items()]
@@ -57,6 +60,23 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
     family, tied, head = MODELS[model]
     folder, settings = make_hf_model(family, tied), parse_size(size)
     for rank in two_ranks.run(bytes_held, draw_address(), folder, settings | {"dtype": dtype}, head):
+        assert rank["parameters"] == rank["wanted"]
+        assert rank["held"] == rank["planned"]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ("TP2-EP2", "bfloat16"),
+        *(
+            pytest.param(size, "float32", marks=pytest.mark.large)
+            for size in ("DP2-EP2", "TP2-ETP2", "CP2", "TP2-DP2-EP2", "PP2-TP2-EP2")
+        ),
+    ],
+)
+def test_planned_bytes_of_experts(pool_of, make_hf_model, size, dtype):
+    settings = parse_size(size) | {"dtype": dtype}
+    for rank in pool_of(size).run(bytes_held, draw_address(), make_hf_model("qwen3_moe", False), settings, "language"):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
 
@@ -112,6 +132,7 @@ CASES = [
     ("qwen2", "CP2", {}),
     ("qwen3", "PP2", {}),
     ("gemma3_text", "one", {}),
+    ("qwen3_moe", "one", {}),
 ]
 MORE_CASES = [
     ("qwen3", "one", {}),
@@ -125,6 +146,10 @@ MORE_CASES = [
     ("gemma3_text", "TP2", {"dtype": "bfloat16"}),
     ("gemma3_text", "one", {"recompute": "full", "layout": "bshd"}),
     ("gemma3_text", "one", {"recompute": "core"}),
+    ("qwen3_moe", "one", {"dtype": "bfloat16"}),
+    ("qwen3_moe-dense", "one", {"recompute": "full"}),
+    ("qwen2_moe", "one", {}),
+    ("qwen3_moe", "TP2", {}),
 ]
 
 

@@ -18,7 +18,7 @@ SIZES = ({}, {"tp": 2, "ranks": 2}, {"pp": 2, "ranks": 4}, {"tp": 2, "cp": 2, "r
 
 def write_family(folder: Path, model_type: str, name: str | None = None) -> str:
     """Write what llama's file states under another ``model_type``: all that is done to add a family."""
-    text = Path(families.__path__[0], "llama.py").read_text()
+    text = Path(families.__path__[0], "text", "llama.py").read_text()
     assert text.count('model_type="llama"') == 1
     folder.mkdir()
     (folder / f"{name or model_type}.py").write_text(text.replace('model_type="llama"', f'model_type="{model_type}"'))
@@ -104,9 +104,11 @@ def test_shapes_on_ranks_by_hand(make_hf_model):
         "mlp.linear_fc1.weight": (96, 128),
         "mlp.linear_fc2.weight": (128, 48),
     }
-    assert {name: weight.cut_shape(2) for name, weight in layer.items()} == by_hand and list(layer) == list(by_hand)
-    assert weights["output_layer.weight"].cut_shape(2) == (50, 128)
-    assert weights["output_layer.weight"].cut_shape(1) == (99, 128)
+    assert {name: weight.cut_shape({"tp": 2}) for name, weight in layer.items()} == by_hand and list(layer) == list(
+        by_hand
+    )
+    assert weights["output_layer.weight"].cut_shape({"tp": 2}) == (50, 128)
+    assert weights["output_layer.weight"].cut_shape({"tp": 1}) == (99, 128)
 
 
 WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
@@ -134,8 +136,10 @@ def test_the_page_on_models_has_every_family_and_what_each_platform_refuses():
         family = families.find_family(row["family"], Path("docs"))
         shown.setdefault(row["family"], []).append(row["sees"])
         windowed = {key: value for key, value in WINDOW.items() if key not in family.refused}
-        config = family.defaults | windowed | {"num_hidden_layers": 1}
-        rules = list(dict.fromkeys([CAUSAL, *family.rules(config, Path(row["family"]))]))
+        config = dict.fromkeys([*family.needed, "num_experts"], 8) | family.defaults | windowed
+        config |= {"num_hidden_layers": 1, "norm_topk_prob": True}
+        kinds = family.read_layers(config, Path(row["family"]), family.layer)
+        rules = list(dict.fromkeys([CAUSAL, *(kind.rule for kind in kinds)]))
         assert row["rules"] == ", ".join(list_parts(rules)), row["family"]
         for platform in map(get_platform, ("cpu", "cuda", "npu")):
             backends, refused = platform.attention_backends, {}

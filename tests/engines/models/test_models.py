@@ -1,7 +1,9 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.factors import EXPERT_FAMILIES
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
@@ -17,7 +19,7 @@ def edit_config(make_hf_model, tmp_path, **changes) -> str:
 def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
     from safetensors import safe_open
 
-    untied = [(family, False) for family in ("qwen2", "llama", "qwen3", "mistral", "phi3")]
+    untied = [(family, False) for family in ("qwen2", "llama", "qwen3", "mistral", "phi3", *EXPERT_FAMILIES)]
     for family, tied in (("qwen2", True), *untied):
         spec = ModelSpec.from_folder(make_hf_model(family, tied))
         with safe_open(f"{spec.folder}/model.safetensors", "pt") as file:
@@ -25,16 +27,18 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
         assert {name: spec.find_hf_shape(name) for name in spec.list_hf_names()} == shapes
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2", True), ("qwen3", False), ("qwen3_moe-dense", False), ("qwen2_moe", False)]
+)
 def test_flops_are_those_of_huggingfaces_products(make_hf_model, family, tied):
     """torch counts the products of a forward and backward pass; its attention computes every pair, ours half."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoModelForCausalLM
 
-    folder, lengths = make_hf_model(family, tied), (24, 9)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    spec, counted = ModelSpec.from_folder(folder), 0
+    from rlworker.checks.huggingface import load_huggingface
+
+    spec, lengths, counted = ModelSpec.from_folder(make_hf_model(family, tied)), (24, 9), 0
+    model = load_huggingface(spec)
     for length in lengths:
         with FlopCounterMode(display=False) as counter:
             model(torch.arange(length)[None] % spec.vocab).logits.sum().backward()
@@ -211,3 +215,77 @@ def test_rollout_limits_are_checked(make_hf_model):
         VllmConfig(max_model_len=512).check_model(ModelSpec.from_folder(make_hf_model("qwen2", False)))
     with pytest.raises(ValueError, match="leaves no room for a prompt"):
         VllmConfig(max_new_tokens=64, max_model_len=64)
+
+
+def test_published_experts_are_taken(tmp_path):
+    """Qwen3-30B-A3B as it stands on the hub: all layers have experts, and 3.35 of its 30.5 billion weights are used."""
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0}
+    config |= {"decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048}
+    config |= {"intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48}
+    config |= {"mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True}
+    config |= {"num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48}
+    config |= {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": None}
+    config |= {"tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = ModelSpec.from_folder(tmp_path)
+    assert spec.experts and (spec.experts.count, spec.experts.chosen, spec.experts.is_normed) == (128, 8, True)
+    assert round(spec.count_weights() / 1e9, 1) == 30.5
+    used = spec.count_training_flops([0], 1) / 6 + spec.vocab * spec.hidden  # which are looked up, not multiplied
+    assert round(used / 1e9, 2) == 3.35
+    VllmConfig(tp=4).check_model(spec)
+    MegatronConfig(tp=2, ranks=2, dtype="bfloat16").check_model(spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9, expected a whole number from 1 to its 8 experts"),
+        ({"num_local_experts": None}, "num_experts None and num_local_experts None, expected one number of experts"),
+        ({"num_experts": 4}, "num_experts 4 and num_local_experts 8, expected one number of experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size 0, expected a whole number of at least 1"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob 1, expected true or false"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 and mlp_only_layers"),
+        ({"decoder_sparse_step": 9}, "has experts in no layer, expected some; lower decoder_sparse_step"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sets use_sliding_window, which the engine does not build"),
+    ],
+    ids=str,
+)
+def test_what_a_mixture_lacks_is_refused(make_hf_model, tmp_path, changes, message):
+    config = json.loads(Path(make_hf_model("qwen3_moe", False), "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("qwen3_moe", dict(ep=3, ranks=3), "ep=3 does not divide the model's 8 experts; lower --actor.ep"),
+        ("qwen3_moe", dict(etp=3, ranks=3), "etp=3 does not divide the model's 32 experts' ffn size"),
+    ],
+)
+def test_experts_that_do_not_fit_the_ranks_are_refused(make_hf_model, family, settings, message):
+    with pytest.raises(ValueError, match=r"pp=1 x ep=4 x etp=2 needs a multiple of 8 ranks, got 4; set --actor.ranks"):
+        MegatronConfig(ranks=4, tp=2, ep=4, etp=2)
+    with pytest.raises(ValueError, match=message):
+        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model(family, False)))
+
+
+def test_an_actor_without_experts_spreads_none(make_hf_model):
+    """A dense reference beside an actor with experts has its ranks, and no experts of its own."""
+    dense, spread = ModelSpec.from_folder(make_hf_model("qwen2", False)), MegatronConfig(ep=2, ranks=2)
+    spread.check_model(dense)
+    with pytest.raises(ValueError, match=r"ep=2 and etp=1 spread experts, and the model has none; leave --actor.ep"):
+        spread.check_spread(dense)
+    spread.check_spread(ModelSpec.from_folder(make_hf_model("qwen3_moe", False)))
+
+
+def test_experts_of_other_widths_are_refused_in_bfloat16(make_hf_model):
+    spec = ModelSpec.from_folder(make_hf_model("qwen3_moe", False))
+    narrow = replace(spec.kinds[0].options, experts=replace(spec.experts, ffn=36))
+    spec = replace(spec, kinds=tuple(replace(kind, options=narrow) for kind in spec.kinds))
+    MegatronConfig().check_model(spec)
+    with pytest.raises(
+        ValueError, match=r"multiple of 8 columns of each expert, and the part of an expert has 36; lower --actor.etp"
+    ):
+        MegatronConfig(dtype="bfloat16").check_model(spec)

@@ -198,7 +198,7 @@ def test_released_configs_leave_out_what_transformers_takes_by_itself(tmp_path):
     sizes = text.vocab_size, text.max_position_embeddings, text.rms_norm_eps
     assert (spec.vocab, spec.max_positions, spec.norm_eps) == sizes
     assert [rule.window is None for rule in spec.rules] == [kind == "full_attention" for kind in text.layer_types]
-    assert spec.form.attention_scale == text.query_pre_attn_scalar**-0.5
+    assert spec.options[0].attention_scale == text.query_pre_attn_scalar**-0.5
     thetas = [rope["rope_theta"] for rope in spec.ropes]
     assert sorted(thetas) == sorted(rope["rope_theta"] for rope in text.rope_parameters.values())
     assert (spec.vision.image_token, spec.vision.start_token) == (want.image_token_index, want.boi_token_index)

@@ -208,6 +208,29 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder):
     assert find_nearest(config, models, 1.0) == ""
 
 
+def test_experts_by_hand_and_the_nearest_sizes_that_hold_them(tmp_path):
+    """Qwen3-30B-A3B on 16 ranks: an eighth of the experts on each, of which two ranks have the same, all else whole."""
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    config |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    config |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    models = {"actor": ModelSpec.from_folder(tmp_path)}
+    spread = MegatronConfig(ranks=16, ep=8, dtype="bfloat16", recompute="full")
+    run = config_of(str(tmp_path), actor=spread, rollout=VllmConfig(tp=4, max_new_tokens=1536, dtype="bfloat16"))
+    plan = make_plan(run, models)
+    assert plan.batch["experts"] == "16 of 128 on each rank; 8 for each token"
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = models["actor"].count_weights() - experts
+    memory, rollout = plan.needs[0].roles["actor"], plan.needs[1].roles["rollout"]
+    assert memory.parameters == pytest.approx(2 * (experts / 8 + dense), rel=1e-3)
+    assert memory.optimizer == pytest.approx(12 * (experts / 8 / 2 + dense / 16), rel=2e-3)
+    assert rollout.parameters == pytest.approx(2 * (experts + dense) / 4, rel=2e-3)
+    whole = replace(run, actor=replace(spread, ep=1))
+    assert list_misfits(make_plan(whole, models), 80.0) and not list_misfits(plan, 80.0)
+    assert find_nearest(whole, models, 80.0) == "--actor.ep 4"
+
+
 def test_padding_by_hand():
     """Lengths of 1 to 99, 50 on average: thd under tp 2 and cp 2 pads by 3.5 to a multiple of 8; bshd to 104."""
     sizes = dict(ranks=4, tp=2, cp=2)

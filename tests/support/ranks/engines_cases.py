@@ -60,7 +60,7 @@ def build_engine(rank: int, world: int, address: str, model, settings: dict, pla
     from engines.models.spec import ModelSpec
 
     config = MegatronConfig(ranks=world, timeout_s=60, **settings)
-    sizes = (config.tp, config.pp, config.cp)
+    sizes = (config.tp, config.pp, config.cp, config.ep, config.etp)
     if sizes != getattr(build_engine, "sizes", None):
         leave_groups()
         init_distributed(platform, config, rank, address, seed=7)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from engines.models.families._pieces import linear
-from engines.models.families.gemma3_text import FAMILY as TEXT
-from engines.models.families.gemma3_text import read_rules as read_text_rules
+from engines.models.families.text.gemma3_text import FAMILY as TEXT
+from engines.models.families.text.gemma3_text import read_layers as read_text_layers
+from engines.models.layer import LayerKind
 from engines.models.vision_spec import Tower, VisionSpec
 from engines.validation import fits
-from hardware.attention.rules import Rule
 
 _TOKENS = {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000}
 _DEFAULTS: dict[str, Any] = {"mm_tokens_per_image": 256} | _TOKENS
@@ -108,9 +108,10 @@ def extract_text(config: dict) -> dict:
     return {"tie_word_embeddings": True} | (config.get("text_config") or {}) | shared | {"model_type": "gemma3"}
 
 
-def read_rules(config: dict, path: Path) -> tuple[Rule, ...]:
-    """Read the rule of each layer: bidirectional images on all, and a window on sliding layers."""
-    return tuple(replace(rule, images=True) for rule in read_text_rules(config, path))
+def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, ...]:
+    """Read the kind of each layer: Gemma 3's, and images are bidirectional on all."""
+    kinds = read_text_layers(config, path, layer)
+    return tuple(replace(kind, rule=replace(kind.rule, images=True)) for kind in kinds)
 
 
 FAMILY = replace(
@@ -126,7 +127,7 @@ FAMILY = replace(
         "model.multi_modal_projector.": "multi_modal_projector.",
         "lm_head.": "language_model.lm_head.",
     },
-    rules=read_rules,
+    read_layers=read_layers,
     extract_language=extract_text,
     tower=Tower(
         prefixes={"encoder.": "vision_tower.vision_model.", "projector.": "multi_modal_projector."},

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.models.families._pieces import linear
-from engines.models.families.qwen2 import FAMILY as QWEN2
-from engines.models.families.qwen3 import FAMILY as QWEN3
+from engines.models.families.text.qwen2 import FAMILY as QWEN2
+from engines.models.families.text.qwen3 import FAMILY as QWEN3
 from engines.models.family import Family
 from engines.models.vision_spec import Tower, VisionSpec
 from engines.validation import fits, read_object

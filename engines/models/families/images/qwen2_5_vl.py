@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engines.models.families._pieces import TOWER_KEYS, linear
-from engines.models.families.qwen2 import FAMILY as QWEN2
+from engines.models.families.text.qwen2 import FAMILY as QWEN2
 from engines.models.vision_config import extract_text, read_vision
 from engines.models.vision_spec import Tower, VisionSpec
 

@@ -2,15 +2,16 @@
 
 from engines.models.families._pieces import attention, embedding, final_norm, mlp
 from engines.models.family import Family
-from engines.models.hf_config import NEEDED, read_rules
+from engines.models.hf_config import NEEDED, read_layers
+from engines.models.layer import LayerKind
 
 FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     before=(embedding,),
-    layer=(attention, mlp),
+    layer=LayerKind((attention,), (mlp,)),
     after=(final_norm,),
     needed=NEEDED,
     refused=("attention_bias", "mlp_bias", "bias", "qkv_bias", "sliding_window", "quantization_config"),
-    rules=read_rules,
+    read_layers=read_layers,
 )

@@ -4,10 +4,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.models.families.llama import FAMILY as LLAMA
-from engines.models.families.mistral import SWITCHES, read_rules
-from engines.models.family import DecoderSizes
-from engines.models.hf_config import read_rope
+from engines.models.families.text.llama import FAMILY as LLAMA
+from engines.models.families.text.mistral import SWITCHES
+from engines.models.families.text.mistral import read_layers as read_alike
+from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 
 
@@ -17,8 +17,8 @@ def attention(model: DecoderSizes) -> tuple[Weight, ...]:
     qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, hidden)}
     return (
         Weight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
-        Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut=1),
-        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut=0),
+        Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut={1: "tp"}),
+        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut={0: "tp"}),
     )
 
 
@@ -27,28 +27,27 @@ def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     hidden, ffn = model.hidden, model.ffn
     return (
         Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        Weight("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * ffn, hidden)}, "gated", cut=0),
-        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut=1),
+        Weight("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * ffn, hidden)}, "gated", cut={0: "tp"}),
+        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
     )
 
 
-def read_ropes(config: dict, path: Path) -> tuple[dict, ...]:
-    """Read the rotary settings; ValueError for scaled rotary embeddings."""
+def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, ...]:
+    """Read the one kind of all layers, as Mistral's; ValueError for scaled rotary embeddings."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise ValueError(
             f"model: {path} has rope_type {kind!r}, expected 'default': transformers knows 'longrope' alone beside it "
             "for phi3, which the engine does not build; take a model of the short context, such as the 4k ones"
         )
-    return (read_rope(config, path),)
+    return read_alike(config, path, layer)
 
 
 FAMILY = replace(
     LLAMA,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    layer=(attention, mlp),
+    layer=LayerKind((attention,), (mlp,)),
     refused=(*SWITCHES, "embd_pdrop", "resid_pdrop"),
-    rules=read_rules,
-    ropes=read_ropes,
+    read_layers=read_layers,
 )

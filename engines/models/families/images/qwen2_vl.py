@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engines.models import vision_config
 from engines.models.families._pieces import linear
-from engines.models.families.qwen2_5_vl import FAMILY as QWEN2_5_VL
+from engines.models.families.images.qwen2_5_vl import FAMILY as QWEN2_5_VL
 from engines.models.vision_spec import Tower, VisionSpec
 from engines.validation import fits
 

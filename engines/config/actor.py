@@ -1,0 +1,205 @@
+"""Settings of training engines, checked when they are built and before anything heavy starts."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from engines.models.spec import ModelSpec
+from engines.models.weight import Part, Way
+from engines.validation import FINITE, PassThrough, check_types
+from hardware.attention.capabilities import check_override
+from hardware.attention.rules import compute_slot_unit
+from hardware.megatron.form import Experts
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and the schedule of its learning rate."""
+
+    lr: Annotated[float, Ge(0), FINITE] = 1e-6
+    """Peak learning rate."""
+    min_lr: Annotated[float, Ge(0), FINITE] = 0.0
+    """Learning rate after the decay."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+    lr_warmup_steps: Annotated[int, Ge(0)] = 0
+    """Optimizer steps of linear warm-up from zero."""
+    lr_decay_steps: Annotated[int, Ge(0)] = 0
+    """Optimizer step at which the decay ends; 0 decays over the whole run."""
+    weight_decay: Annotated[float, Ge(0), FINITE] = 0.0
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Decay of the mean of gradients, per step."""
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
+    """Decay of the mean of squared gradients, per step."""
+    adam_eps: Annotated[float, Gt(0), FINITE] = 1e-8
+    """Constant that AdamW adds to the root of the mean of squared gradients."""
+    clip_grad: Annotated[float, Ge(0), FINITE] = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    offload_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the optimizer state (fp32 masters and moments) that is offloaded to the host and stepped there."""
+
+    def __post_init__(self):
+        check_types("actor.optimizer", self)
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"actor.optimizer: min_lr must be at most lr={self.lr}, got {self.min_lr}; lower "
+                "--actor.optimizer.min-lr"
+            )
+        if 0 < self.lr_decay_steps <= self.lr_warmup_steps:
+            raise ValueError(
+                f"actor.optimizer: lr_decay_steps={self.lr_decay_steps} must be above "
+                f"lr_warmup_steps={self.lr_warmup_steps}; raise --actor.optimizer.lr-decay-steps"
+            )
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """The training engine: its parallel sizes, the layout of its micro-batches, its optimizer."""
+
+    ranks: Annotated[int, Ge(1)] = 1
+    """Number of training processes; the data-parallel size is ranks / (tp x pp x cp)."""
+    tp: Annotated[int, Ge(1)] = 1
+    """Tensor-parallel size, with sequence parallelism."""
+    pp: Annotated[int, Ge(1)] = 1
+    """Pipeline-parallel size."""
+    cp: Annotated[int, Ge(1)] = 1
+    """Context-parallel size."""
+    ep: Annotated[int, Ge(1)] = 1
+    """Expert-parallel size: ranks of tp, cp and data parallelism that share out the experts of a layer."""
+    etp: Annotated[int, Ge(1)] = 1
+    """Ranks that each expert itself is cut over."""
+    layout: Literal["thd", "bshd"] = "thd"
+    """Layout of a micro-batch: thd packs sequences end to end, bshd gives each sequence a padded row."""
+    pad_to_multiple_of: Annotated[int, Ge(1)] = 1
+    """A context-parallel rank's share of each sequence is padded to a multiple of this (16 for FP8, 32 for MXFP8)."""
+    slots: Annotated[int, Ge(0)] = 0
+    """Fixed size of every micro-batch in slots (thd: in all; bshd: of each row); 0 lets the size vary."""
+    attention_override: tuple[str, ...] = ()
+    """Cells of the capability table that are refused and used all the same, such as npu_mode2/thd/no-cp/chunk."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; the default is the platform's. The optimizer keeps fp32 masters."""
+    micro_batch_tokens: Annotated[int, Ge(1)] = 16384
+    """Largest micro-batch of a replica in slots, padding included; a longer sequence has a micro-batch of its own."""
+    recompute: Literal["none", "core", "full"] = "none"
+    """Recompute nothing, the core attention or whole layers in the backward pass."""
+    share: Literal["auto", "none", "prompts", "tree"] = "auto"
+    """Beginnings that sequences of a thd micro-batch share and that are computed once: none, prompts, or any (tree).
+    The default auto shares prompts where the project has run the platform."""
+    deterministic: bool = False
+    """Use deterministic kernels, so that a repeated run is equal bit by bit; slower. A CPU always does."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    image_memory_mb: Annotated[int, Ge(1)] = 1024
+    """Memory for the decoded images of one process, in MB; images beyond it wait."""
+    freeze: tuple[Part, ...] = ()
+    """Parts of a vision-language model to freeze: their weights do not change."""
+    timeout_s: Annotated[int, Ge(1), Le(10**9)] = 600
+    """Seconds that a collective may wait for another rank before the run fails."""
+    megatron: PassThrough = field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig; fields that the engine sets itself are refused."""
+
+    def __post_init__(self):
+        check_types("actor", self)
+        model_parallel = self.tp * self.pp * self.cp
+        if self.ranks % model_parallel:
+            raise ValueError(
+                f"actor: tp={self.tp} x pp={self.pp} x cp={self.cp} needs a multiple of {model_parallel} ranks, got "
+                f"{self.ranks}; set --actor.ranks or lower --actor.tp, --actor.pp or --actor.cp"
+            )
+        if self.ranks % (spread := self.pp * self.ep * self.etp):
+            raise ValueError(
+                f"actor: pp={self.pp} x ep={self.ep} x etp={self.etp} needs a multiple of {spread} ranks, got "
+                f"{self.ranks}; set --actor.ranks or lower --actor.ep or --actor.etp"
+            )
+        if self.slots % (unit := compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)):
+            raise ValueError(
+                f"actor: slots={self.slots} must be a multiple of {unit}, which tp={self.tp}, cp={self.cp} and "
+                f"pad_to_multiple_of={self.pad_to_multiple_of} cut it into; set --actor.slots "
+                f"{-(-self.slots // unit) * unit}"
+            )
+        if self.share in ("prompts", "tree") and self.layout == "bshd":
+            raise ValueError(
+                f"actor: share={self.share} computes common beginnings of sequences once, which layout=bshd cannot; "
+                "set --actor.layout thd, or leave --actor.share out"
+            )
+        check_override(self.attention_override)
+        if self.megatron:
+            from engines.pass_through import check_pass_through
+
+            check_pass_through("megatron", self.megatron)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: the number of replicas of the model."""
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def cut_sizes(self) -> dict[Way, int]:
+        """Number of ranks over which each way cuts a parameter."""
+        return {"tp": self.tp, "ep": self.ep, "etp": self.etp}
+
+    def check_longest(self, longest: int) -> None:
+        """Raise ValueError if a fixed number of slots cannot hold the longest sequence without its last token."""
+        unit = compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)
+        need = -(-(longest - 1) // unit) * unit
+        if 0 < self.slots < need:
+            raise ValueError(
+                f"actor: slots={self.slots} does not hold the longest sequence, {longest} tokens, which takes {need}; "
+                "raise --actor.slots or leave it out"
+            )
+
+    def check_model(self, model: ModelSpec) -> None:
+        """Raise ValueError if the parallel sizes do not divide the model, or ``freeze`` leaves nothing to learn."""
+        # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.
+        sizes = {"attention heads": model.heads, "key-value heads": model.kv_heads} | model.mlp_widths
+        for name, value in sizes.items():
+            if value % self.tp:
+                raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
+        if model.experts:
+            self._check_experts(model.experts, model.hidden)
+        if (self.tp - 1) * -(-model.vocab // self.tp) >= model.vocab:
+            raise ValueError(
+                f"actor: tp={self.tp} leaves a rank none of the model's {model.vocab} tokens; lower --actor.tp"
+            )
+        if self.freeze and not model.vision:
+            raise ValueError(f"actor: freeze={self.freeze} is for models with vision only; leave --actor.freeze out")
+        if set(self.freeze) == set(get_args(Part)):
+            raise ValueError("actor: freeze of all parts leaves nothing to learn; leave one out of --actor.freeze")
+        if "language" in self.freeze and self.pp > 1:
+            raise ValueError(f"actor: freeze=language leaves stages of pp={self.pp} nothing to learn; set --actor.pp 1")
+        if model.layers % self.pp:
+            raise ValueError(
+                f"actor: pp={self.pp} does not divide the model's {model.layers} layers; change --actor.pp"
+            )
+        if model.vision and (levels := model.vision.deepstack) > model.layers // self.pp:
+            fewer = [n for n in range(1, self.pp) if not model.layers % n and model.layers // n >= levels]
+            advice = f"set --actor.pp {max(fewer)}" if fewer else "the model has fewer layers than that"
+            raise ValueError(
+                f"actor: pp={self.pp} leaves the first stage {model.layers // self.pp} layers, and image features are "
+                f"added after the first {levels}; {advice}"
+            )
+
+    def check_spread(self, model: ModelSpec) -> None:
+        """Raise ValueError if experts are to be spread and the actor has none; a model beside it may have none."""
+        if self.ep * self.etp > 1 and not model.experts:
+            raise ValueError(
+                f"actor: ep={self.ep} and etp={self.etp} spread experts, and the model has none; leave --actor.ep and "
+                "--actor.etp out"
+            )
+
+    def _check_experts(self, experts: Experts, hidden: int) -> None:
+        """Raise ValueError if the experts cannot be cut so, or torch has no grouped product of an expert's part."""
+        for name, size, value in (("ep", self.ep, experts.count), ("etp", self.etp, experts.ffn)):
+            if value % size:
+                what = "experts" if name == "ep" else "experts' ffn size"
+                raise ValueError(
+                    f"actor: {name}={size} does not divide the model's {value} {what}; lower --actor.{name}"
+                )
+        # "strides should be multiple of 16 bytes" (torch 2.13, grouped_mm)
+        for name, width in (("part of an expert", experts.ffn // self.etp), ("hidden size", hidden)):
+            if self.dtype == "bfloat16" and width % 8:
+                raise ValueError(
+                    f"actor: dtype=bfloat16 needs a multiple of 8 columns of each expert, and the {name} has {width}; "
+                    "lower --actor.etp or set --actor.dtype float32"
+                )

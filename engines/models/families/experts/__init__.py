@@ -1,0 +1,1 @@
+"""Families of language models with mixtures of experts."""

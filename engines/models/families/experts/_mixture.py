@@ -1,0 +1,89 @@
+"""Parts that families of experts share: the mixture that a config describes, and its parameters."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engines.models.layer import DecoderSizes, LayerKind
+from engines.models.weight import Way, Weight
+from engines.validation import fits
+from hardware.megatron.form import Experts
+
+NEEDED_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
+"""Keys that a config of Qwen's mixtures must have, beside the number of experts, which goes by two names."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """States the parameters of a layer's router, experts and shared expert, and the norm before them; a ``Piece``.
+
+    Attributes:
+        place: where a folder has them in a layer. names: a folder's names of gate, up and down projection.
+    """
+
+    experts: Experts
+    place: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def __call__(self, model: DecoderSizes) -> tuple[Weight, ...]:
+        hidden, ffn, (*halves, down) = model.hidden, self.experts.ffn, self.names
+        places = [f"{self.place}.experts.{number}" for number in range(self.experts.count)]
+        gated = {f"{place}.{name}.weight": (ffn, hidden) for place in places for name in halves}
+        downs = {f"{place}.{down}.weight": (hidden, ffn) for place in places}
+        gate, cut = {f"{self.place}.gate.weight": (self.experts.count, hidden)}, dict[int, Way]({0: "ep", 2: "etp"})
+        weights = (
+            Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+            Weight("mlp.router.weight", gate, module="mlp.gate.weight"),
+            Weight("mlp.experts.weight1", gated, "gated_experts", cut, module="mlp.experts.gate_up_proj"),
+            Weight("mlp.experts.weight2", downs, "experts", cut, module="mlp.experts.down_proj"),
+        )
+        return weights + self._state_shared(hidden) if self.experts.shared else weights
+
+    def _state_shared(self, hidden: int) -> tuple[Weight, ...]:
+        place, width, (*halves, down) = f"{self.place}.shared_expert", self.experts.shared, self.names
+        gated = {f"{place}.{name}.weight": (width, hidden) for name in halves}
+        return (
+            Weight("mlp.shared.gate_weight", {f"{place}_gate.weight": (1, hidden)}),
+            Weight("mlp.shared.mlp.linear_fc1.weight", gated, "gated", {0: "tp"}),
+            Weight("mlp.shared.mlp.linear_fc2.weight", {f"{place}.{down}.weight": (hidden, width)}, cut={1: "tp"}),
+        )
+
+
+def read_experts(config: dict, path: Path) -> Experts:
+    """Read the mixture of a config in Qwen's form; ValueError for a number that is missing, of another type or too
+    large."""
+    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(counts) != 1:
+        raise ValueError(
+            f"model: {path} has num_experts {config.get('num_experts')!r} and num_local_experts "
+            f"{config.get('num_local_experts')!r}, expected one number of experts; save the model again"
+        )
+    (count,), chosen, ffn = counts, config["num_experts_per_tok"], config["moe_intermediate_size"]
+    shared = config.get("shared_expert_intermediate_size", 0)
+    for name, value, most in (
+        ("num_experts", count, None),
+        ("num_experts_per_tok", chosen, count),
+        ("moe_intermediate_size", ffn, None),
+        *([("shared_expert_intermediate_size", shared, None)] if shared != 0 else []),
+    ):
+        if not fits(int, value) or value < 1 or (most is not None and value > most):
+            rule = "of at least 1" if most is None else f"from 1 to its {most} experts"
+            raise ValueError(f"model: {path} has {name} {value!r}, expected a whole number {rule}")
+    if not fits(bool, config["norm_topk_prob"]):
+        raise ValueError(f"model: {path} has norm_topk_prob {config['norm_topk_prob']!r}, expected true or false")
+    return Experts(count, chosen, ffn, config["norm_topk_prob"], shared)
+
+
+def place_experts(config: dict, path: Path, kinds: tuple[LayerKind, ...], mixture: Mixture) -> tuple[LayerKind, ...]:
+    """Place a mixture on every ``decoder_sparse_step``-th layer, but for ``mlp_only_layers``; ValueError where they say
+    no such thing, or no layer has it."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not fits(int, step) or step < 1 or not fits(list[int], dense):
+        raise ValueError(
+            f"model: {path} has decoder_sparse_step {step!r} and mlp_only_layers {dense!r}, expected a whole number "
+            "of at least 1 and numbers of layers"
+        )
+    sparse = [(number + 1) % step == 0 and number not in dense for number in range(len(kinds))]
+    if not any(sparse):
+        raise ValueError(f"model: {path} has experts in no layer, expected some; lower decoder_sparse_step")
+    change = lambda kind: replace(kind, mlp=(mixture,), options=replace(kind.options, experts=mixture.experts))  # noqa: E731
+    return tuple(change(kind) if has else kind for kind, has in zip(kinds, sparse, strict=True))

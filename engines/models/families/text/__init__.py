@@ -1,0 +1,1 @@
+"""Families of language models with an MLP in every layer."""

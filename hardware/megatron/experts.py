@@ -1,0 +1,160 @@
+"""A mixture of experts in the place of a layer's MLP: its router, the way of tokens to experts, grouped products.
+
+One grouped matrix product of torch computes all experts of a rank, on a CPU and on CUDA alike. Megatron-core 0.16.1
+needs TransformerEngine or grouped_gemm for that, its dispatcher needs CUDA streams, and it routes padding as well.
+"""
+
+from copy import copy
+from typing import cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]  as documented
+
+from hardware.megatron.form import Experts
+from hardware.megatron.marks import mark_experts, mark_sequence_parallel
+
+
+class Router(torch.nn.Module):
+    """Chooses the experts of each token by a softmax over all, in fp32. ``weight`` is ``[experts, h]``."""
+
+    def __init__(self, config, experts: Experts):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype))
+        mark_sequence_parallel([self.weight], config)
+        self.chosen, self.is_normed = experts.chosen, experts.is_normed
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
+        scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
+        weights, numbers = scores.topk(self.chosen, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True) if self.is_normed else weights), numbers
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts. ``weight1 [experts, 2, f, h]`` has gate and up, ``weight2 [experts, h, f]`` down.
+
+    The width f is that of an expert's part on this rank. Rows of 16-bit numbers must be whole multiples of 16 bytes,
+    which torch asks for.
+    """
+
+    def __init__(self, config, experts: Experts):
+        super().__init__(config)
+        groups = mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+        self.ep, self.etp = cast(tuple[ProcessGroup, ProcessGroup], groups)
+        self.count, ffn = experts.count // self.ep.size(), experts.ffn // self.etp.size()
+        make = lambda *shape: torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))  # noqa: E731
+        self.weight1 = make(self.count, 2, ffn, config.hidden_size)
+        self.weight2 = make(self.count, config.hidden_size, ffn)
+        mark_experts([self.weight1, self.weight2], cut_dim=2)
+
+    def forward(self, x: Tensor, weights: Tensor, numbers: Tensor) -> Tensor:
+        """Compute the experts' outputs ``[n, h]``, each times its weight; partial sums over the ranks of an expert.
+
+        Args:
+            x: ``[n, h]``, a row for each token and expert, expert by expert. weights: ``[n]``. numbers: ``[n]``, of
+                this rank's experts.
+        """
+        own = torch.arange(self.count, device=numbers.device)
+        ends = torch.searchsorted(numbers, own, right=True, out_int32=True)
+        gate, up = F.grouped_mm(x, self.weight1.flatten(1, 2).transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        inner = (self.config.activation_func(gate) * up * weights[:, None]).to(x.dtype)
+        return F.grouped_mm(inner, self.weight2.transpose(1, 2), offs=ends)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Name both weights for a checkpoint, as whole tensors that are cut by expert and by width."""
+        ahead, replica = len(sharded_offsets), (0, 0, mpu.get_expert_data_parallel_rank())
+        cuts = [(axis + ahead, group.rank(), group.size()) for axis, group in ((0, self.ep), (2, self.etp))]
+        return {
+            # The parameter itself: the optimizer finds its state by it.
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}", parameter, *sharded_offsets, *cuts, replica_id=replica, prepend_axis_num=ahead
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+
+class SharedExpert(MegatronModule):
+    """An MLP that every token goes through, its output scaled by the sigmoid of ``gate_weight [1, h]``."""
+
+    def __init__(self, config, mlp: ModuleSpec):
+        super().__init__(config)
+        self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        mark_sequence_parallel([self.gate_weight], config)
+        self.mlp = build_module(mlp, config=config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Compute ``[s, b, h] -> [s, b, h]``."""
+        return F.linear(hidden, self.gate_weight).sigmoid() * self.mlp(hidden)[0]
+
+
+class ExpertLayer(MegatronModule):
+    """A layer of experts: the router, the experts of this rank, and a shared expert where there is one.
+
+    Args:
+        mlp: spec of an MLP, whose width the shared expert has of its own.
+    """
+
+    def __init__(self, config, experts: Experts, mlp: ModuleSpec):
+        super().__init__(config)
+        self.router, self.experts = Router(config, experts), GroupedExperts(config, experts)
+        self.group = cast(ProcessGroup, mpu.get_expert_tensor_and_model_parallel_group())
+        own = copy(config)
+        own.ffn_hidden_size = experts.shared  # Megatron's MLP reads it from here
+        self.shared = SharedExpert(own, mlp) if experts.shared else None
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_) -> tuple[Tensor, None]:
+        """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.
+
+        Args:
+            padding_mask: ``[n]`` long, the slots of ``[s * b]`` that hold a token; None where all do. Megatron's name
+                of the argument that it hands on to MLPs, through pipeline stages and recomputation. Slots without a
+                token reach no expert of the router's, which leaves 0.
+        """
+        slots, x = padding_mask, hidden.flatten(0, 1)
+        found = self._route(x if slots is None else x.index_select(0, slots))
+        found = found if slots is None else torch.zeros_like(x).index_copy(0, slots, found)
+        found = found.view_as(hidden)
+        return (found + self.shared(hidden) if self.shared else found), None
+
+    def _route(self, x: Tensor) -> Tensor:
+        """Compute the weighted sum of each token's experts: ``[n, h] -> [n, h]``."""
+        weights, numbers = self.router(x)
+        chosen = numbers.shape[1]
+        numbers, order = numbers.flatten().sort(stable=True)  # [n * k], expert by expert
+        rows, weights = x.index_select(0, order // chosen), weights.flatten().index_select(0, order)
+        compute = self.experts if self.group.size() == 1 else self._exchange
+        found = compute(rows, weights, numbers)
+        return found.index_select(0, order.argsort()).unflatten(0, (len(x), chosen)).sum(dim=1)
+
+    def _exchange(self, rows: Tensor, weights: Tensor, numbers: Tensor) -> Tensor:
+        """Compute as ``GroupedExperts`` does, on the ranks that hold the experts: ``[n, h] -> [n, h]``.
+
+        A row goes to every rank that holds a part of its expert, and the partial sums of them come back. The ranks of
+        an expert are neighbours in the group.
+        """
+        ranks, parts, own = self.group.size(), self.experts.etp.size(), self.experts.count
+        every = torch.arange(ranks // parts * own, device=numbers.device)
+        ends = torch.searchsorted(numbers, every, right=True)
+        sent = ends.diff(prepend=ends.new_zeros(1)).view(-1, own).repeat_interleave(parts, dim=0)  # [ranks, own] rows
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        to, back = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+        copy = lambda x: torch.cat([part for part in x.split(to[::parts]) for _ in range(parts)])  # noqa: E731
+        arrived, weights = (all_to_all(self.group, copy(x) if parts > 1 else x, back, to) for x in (rows, weights))
+        # They arrive rank by rank, and from each expert by expert.
+        here = torch.arange(own, device=numbers.device).repeat(ranks)
+        here, order = here.repeat_interleave(received.flatten(), output_size=sum(back)).sort(stable=True)
+        found = self.experts(arrived.index_select(0, order), weights.index_select(0, order), here)
+        found = all_to_all(self.group, found.index_select(0, order.argsort()), to, back)
+        if parts == 1:
+            return found
+        found = found.split(to)
+        return torch.cat([torch.stack(found[i : i + parts]).sum(dim=0) for i in range(0, ranks, parts)])

@@ -1,0 +1,108 @@
+"""A layer of experts against a loop over tokens; what it does with padding, with idle experts and without a token."""
+
+import torch
+from support.ranks.engines_cases import join_group, start_process
+from support.ranks.pool import draw_address
+
+HIDDEN, WIDTH, COUNT, CHOSEN, TOKENS = 16, 8, 6, 2, 11
+
+
+def make_layer(rank, world, address, **changes):
+    start_process(rank)
+    from megatron.core import parallel_state as mpu
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from hardware.megatron.experts import ExpertLayer
+    from hardware.megatron.form import Experts
+
+    join_group(rank, world, address)
+    mpu.initialize_model_parallel(create_gloo_process_groups=False)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, activation_func=torch.nn.functional.silu, **changes
+    )
+    torch.manual_seed(0)
+    layer = ExpertLayer(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True), ModuleSpec(MLP))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    return layer
+
+
+def compute_by_loop(layer, hidden, tokens):
+    """Each token by itself, and each of its experts: ``[s * b, h]``, zero where there is no token."""
+    outs = []
+    for place, x in enumerate(hidden.flatten(0, 1)):
+        if place not in tokens:
+            outs.append(0 * x)
+            continue
+        scores = (layer.router.weight.float() @ x.float()).softmax(0)
+        chosen = scores.argsort(descending=True)[:CHOSEN].tolist()
+        out = 0 * x
+        for expert in chosen:
+            gate, up = layer.experts.weight1[expert]
+            inner = torch.nn.functional.silu(gate @ x) * (up @ x)
+            out = out + scores[expert] / scores[chosen].sum() * (layer.experts.weight2[expert] @ inner)
+        outs.append(out)
+    return torch.stack(outs)
+
+
+def compare_with_loop(rank, world, address, tokens):
+    """Largest differences of the output and of the gradients of input and weights."""
+    layer = make_layer(rank, world, address)
+    hidden, seed = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True), torch.randn(TOKENS, 1, HIDDEN)
+    leaves, places = [hidden, *layer.parameters()], None if tokens is None else torch.tensor(tokens, dtype=torch.long)
+    results = []
+    for compute in (
+        lambda: layer(hidden, padding_mask=places)[0],
+        lambda: compute_by_loop(layer, hidden, range(TOKENS) if tokens is None else tokens).view_as(hidden),
+    ):
+        out = compute()
+        gradients = torch.autograd.grad((out * seed).sum(), leaves, allow_unused=True)
+        results.append(
+            [out.detach(), *(x if g is None else g for g, x in zip(gradients, map(torch.zeros_like, leaves)))]
+        )
+    return [float((got - want).abs().max()) for got, want in zip(*results, strict=True)]
+
+
+def test_outputs_and_gradients_are_those_of_a_loop(one_rank):
+    """All slots with a token; some; one alone, so that most experts are idle; none."""
+    for tokens in (None, [0, 2, 3, 7, 10], [4], []):
+        (differences,) = one_rank.run(compare_with_loop, draw_address(), tokens)
+        assert max(differences) < 1e-5, (tokens, differences)
+
+
+def watch_padding(rank, world, address):
+    """Rows that came to the experts, and whether any number of a slot without a token reached the output."""
+    layer, tokens = make_layer(rank, world, address), torch.tensor([1, 2, 5])
+    rows, hidden, outs = [], torch.randn(TOKENS, 1, HIDDEN), []
+    layer.experts.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    for value in (0.0, float("nan")):
+        padded = torch.full_like(hidden, value).index_copy(0, tokens, hidden[tokens])
+        outs.append(layer(padded, padding_mask=tokens)[0])
+    others = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, tokens, False)
+    return rows, torch.equal(*outs), float(outs[1][others].abs().max())
+
+
+def test_padding_reaches_no_expert(one_rank):
+    rows, is_equal, largest = one_rank.run(watch_padding, draw_address())[0]
+    assert rows == [3 * CHOSEN] * 2 and is_equal and largest == 0
+
+
+def choose_in_bf16(rank, world, address):
+    layer = make_layer(rank, world, address, params_dtype=torch.bfloat16, bf16=True)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        # Logits of 256 + 1 and 256 + 1.5 in fp32: in bfloat16 both round to the same number.
+        layer.router.weight[3, 0], layer.router.weight[3, 1] = 256, 1
+        layer.router.weight[5, 0], layer.router.weight[5, 1] = 256, 1.5
+        weights, numbers = layer.router(torch.ones(1, HIDDEN, dtype=torch.bfloat16))
+    return weights.dtype, numbers.tolist(), weights.tolist()
+
+
+def test_the_router_computes_in_fp32(one_rank):
+    dtype, numbers, weights = one_rank.run(choose_in_bf16, draw_address())[0]
+    assert dtype == torch.float32 and numbers == [[5, 3]]
+    by_hand = 1 / (1 + torch.exp(torch.tensor(-0.5)))
+    assert abs(weights[0][0] - float(by_hand)) < 1e-6
