@@ -76,7 +76,11 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     copied = model.tied and config.pp > 1
     parameters = []
     for name, weight in model.weights.items():
-        if _find_stage(name, model, config) == stage:
+        if name.startswith("decoder.layers."):
+            owner = int(name.split(".")[2]) // (model.layers // config.pp)
+        else:
+            owner = 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
+        if owner == stage:
             shared, is_expert = copied and name == EMBEDDING, "ep" in weight.cut.values()
             parameters.append(Parameter(name, weight.cut_shape(config.cut_sizes), weight.part, shared, is_expert))
     if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
