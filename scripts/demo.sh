@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, trains a tiny model to add by GRPO (Ray, Megatron-core and vLLM on this CPU) and opens the report.
-#   bash scripts/demo.sh --real    trains SmolLM2-135M-Instruct, a pretrained model, on sums instead: 20 steps near the
-#                                  model, then 14 more with less KL, no groups that agree, and a higher temperature
+#   bash scripts/demo.sh --real    trains SmolLM2-135M-Instruct, a pretrained model, on sums instead: 26 steps near the
+#                                  model, then 14 more with less KL and without groups that agree
 # Further arguments go to the recipe: bash scripts/demo.sh --actor.tp 2
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,10 +11,9 @@ if [ "${1:-}" = --real ]; then
   bash scripts/setup.sh reasoning
   export HF_HUB_OFFLINE=1
   .venv/bin/python -W ignore scripts/real_model.py smollm2 runs/models/smollm2
-  recipe=(-m recipes.reasoning_gym --model runs/models/smollm2 --steps 20 --data.instruction
+  recipe=(-m recipes.reasoning_gym --model runs/models/smollm2 --steps 26 --data.instruction
     "Answer with the equation alone. If the second number is larger, the result is negative.") run=runs/demo_real
-  goes_on=(--resume --steps 34 --algorithm.kl-coef 0.02 --algorithm.dynamic-sampling 3 --rollout.temperature 1.2
-    --actor.optimizer.lr 3e-5)
+  goes_on=(--resume --steps 40 --algorithm.kl-coef 0.02 --algorithm.dynamic-sampling 3)
 else
   bash scripts/setup.sh
   export HF_HUB_OFFLINE=1
