@@ -79,7 +79,7 @@ class Trainer(Run[RunConfig]):
         trackers: Sequence[Tracker] = (),
     ):
         if config.evaluate:
-            raise ValueError("config: evaluate trains nothing, and this program trains; it is launch that evaluates")
+            raise ValueError("config: evaluate is set, and Trainer only trains; leave --evaluate out, or call launch")
         super().__init__(config, folder, stop, trackers)
         self.score = Score(config.choose_metric(), +1)
         self.environment = make_environment(environment)

@@ -166,7 +166,7 @@ FAULTS = {
     "samples past the limit": ("limit", "turn 4: EpisodeLimit: turn 5 of at most 4", "await policy.sample(episode)"),
     "returns text": ("no_episode", "turn 1: returned 'episode', expected its Episode", "async def misbehave"),
     "returns another": ("no_episode", "turn 1: returned another Episode", "async def misbehave"),
-    "samples at once": ("raised", "turn 1: RuntimeError: sample: the environment waits for a sample", "asyncio.gather"),
+    "samples at once": ("raised", "turn 1: RuntimeError: sample: an earlier call of policy.sample", "asyncio.gather"),
     "gives a sample up": (
         "raised",
         "turn 1: RuntimeError: sample: the environment cancelled an earlier call of policy.sample",
