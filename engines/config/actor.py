@@ -197,9 +197,11 @@ class MegatronConfig:
                     f"actor: {name}={size} does not divide the model's {value} {what}; lower --actor.{name}"
                 )
         # "strides should be multiple of 16 bytes" (torch 2.13, grouped_mm)
+        columns = {"float32": 4, "bfloat16": 8}[self.dtype]
         for name, width in (("part of an expert", experts.ffn // self.etp), ("hidden size", hidden)):
-            if self.dtype == "bfloat16" and width % 8:
+            if width % columns:
+                advice = "lower --actor.etp or set --actor.dtype float32" if not width % 4 else "lower --actor.etp"
                 raise ValueError(
-                    f"actor: dtype=bfloat16 needs a multiple of 8 columns of each expert, and the {name} has {width}; "
-                    "lower --actor.etp or set --actor.dtype float32"
+                    f"actor: dtype={self.dtype} needs a multiple of {columns} columns of each expert, and the {name} "
+                    f"has {width}; {advice}"
                 )

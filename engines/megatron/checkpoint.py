@@ -2,7 +2,7 @@
 
 Every rank writes its share: the part of the optimizer state that it owns, as boxes of each parameter's tensor, and a
 part of the model's weights, which are divided over the data-parallel ranks. A checkpoint has one whole tensor of each
-kind per parameter, independent of the ranks that wrote its boxes. So it can be read at any tp, pp or dp.
+kind per parameter, independent of the ranks that wrote its boxes. So it can be read at any parallel sizes.
 """
 
 import math
@@ -161,7 +161,7 @@ def _join_shares(state: dict) -> dict:
             kind: torch.cat([b.flatten() for b in boxes]) if boxes[1:] else boxes[0].flatten()
             for kind, boxes in kinds.items()
         }
-        for place, kinds in state["param_state"].items()
+        for place, kinds in state.get("param_state", {}).items()  # a stage without experts has none of theirs
     }
     return state | {"param_state": joined, "param_state_sharding_type": _BY_SHARES}
 
@@ -171,6 +171,10 @@ def _state(module, optimizer, schedule, is_loading: bool) -> dict:
     # Megatron writes its process groups into the dict it is given, so each call gets one of its own.
     model = module.module.sharded_state_dict(metadata=dict(LAYOUT))
     parts = [_name_shares(part, model, is_loading) for part in optimizer.chained_optimizers]
+    # A rank's optimizer without parameters has taken no step, and the first rank's numbers are stored for all.
+    groups = [group for part in parts for group in part["optimizer"]["param_groups"] if "step" in group]
+    for group in groups:
+        group["step"] = max(each["step"] for each in groups)
     # As Megatron numbers them, which takes a single one as it is.
     state = parts[0] if len(parts) == 1 else dict(enumerate(parts))
     return {"model": model, "optimizer": state, "schedule": schedule.state_dict()}
@@ -192,7 +196,7 @@ def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
 
 
 def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
-    """Load a checkpoint of ``save_checkpoint``, at the same or another tp, pp or dp. Collective.
+    """Load a checkpoint of ``save_checkpoint``, at the same or other parallel sizes. Collective.
 
     The optimizer's settings stay as they are: a run may go on at another learning rate.
 

@@ -293,7 +293,7 @@ class MegatronEngine:
         return save_checkpoint(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
-        """Load a checkpoint, at the same or another tp, pp or dp.
+        """Load a checkpoint, at the same or other parallel sizes.
 
         Raises:
             ValueError: the folder holds none.

@@ -117,6 +117,8 @@ def list_resumes(model: tuple[str, bool], cases: list, more: list) -> list:
         *list_resumes(("qwen2", True), RESUMES, MORE),
         *list_resumes(("qwen3_moe-dense", False), [("TP2-EP2", "DP2-ETP2")], [("TP2-EP2", "TP2-EP2")]),  # of two kinds
         *list_resumes(("qwen3_moe", False), [], OF_EXPERTS),
+        *list_resumes(("qwen3_moe-late", False), [], [("PP2", "PP2"), ("PP2", "DP2")]),
+        *list_resumes(("qwen3_moe-early", False), [], [("PP2", "PP2"), ("DP2", "PP2")]),
     ],
 )
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(pool_of, make_hf_model, tmp_path, model, first, then):

@@ -242,6 +242,7 @@ def test_published_experts_are_taken(tmp_path):
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9, expected a whole number from 1 to its 8 experts"),
         ({"num_local_experts": None}, "num_experts None and num_local_experts None, expected one number of experts"),
         ({"num_experts": 4}, "num_experts 4 and num_local_experts 8, expected one number of experts"),
+        ({"num_experts": [8], "num_local_experts": [8]}, r"num_experts \[8\], expected a whole number"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size 0, expected a whole number of at least 1"),
         ({"norm_topk_prob": 1}, "norm_topk_prob 1, expected true or false"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 and mlp_only_layers"),
@@ -280,12 +281,15 @@ def test_an_actor_without_experts_spreads_none(make_hf_model):
     spread.check_spread(ModelSpec.from_folder(make_hf_model("qwen3_moe", False)))
 
 
-def test_experts_of_other_widths_are_refused_in_bfloat16(make_hf_model):
+def test_experts_of_other_widths_are_refused(make_hf_model):
+    """torch's grouped product takes rows of whole multiples of 16 bytes."""
     spec = ModelSpec.from_folder(make_hf_model("qwen3_moe", False))
     narrow = replace(spec.kinds[0].options, experts=replace(spec.experts, ffn=36))
     spec = replace(spec, kinds=tuple(replace(kind, options=narrow) for kind in spec.kinds))
     MegatronConfig().check_model(spec)
     with pytest.raises(
-        ValueError, match=r"multiple of 8 columns of each expert, and the part of an expert has 36; lower --actor.etp"
+        ValueError, match=r"multiple of 8 columns .* part of an expert has 36; lower --actor.etp or set --actor.dtype"
     ):
         MegatronConfig(dtype="bfloat16").check_model(spec)
+    with pytest.raises(ValueError, match=r"float32 needs a multiple of 4 columns .* has 18; lower --actor.etp$"):
+        MegatronConfig(etp=2, ranks=2).check_model(spec)

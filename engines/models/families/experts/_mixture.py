@@ -51,13 +51,13 @@ class Mixture:
 def read_experts(config: dict, path: Path) -> Experts:
     """Read the mixture of a config in Qwen's form; ValueError for a number that is missing, of another type or too
     large."""
-    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
-    if len(counts) != 1:
+    counts = [config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None]
+    if not counts or counts[0] != counts[-1]:
         raise ValueError(
             f"model: {path} has num_experts {config.get('num_experts')!r} and num_local_experts "
             f"{config.get('num_local_experts')!r}, expected one number of experts; save the model again"
         )
-    (count,), chosen, ffn = counts, config["num_experts_per_tok"], config["moe_intermediate_size"]
+    count, chosen, ffn = counts[0], config["num_experts_per_tok"], config["moe_intermediate_size"]
     shared = config.get("shared_expert_intermediate_size", 0)
     for name, value, most in (
         ("num_experts", count, None),
