@@ -242,14 +242,17 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
 def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: LossFn, denominator: float) -> float:
     """Compute the gradient of ``sum(loss) / denominator`` into the buffers of every rank, reduced over all replicas.
 
-    It returns the square of the norm over this rank's parameters. ``batch`` is that of all replicas, each takes its
-    share.
+    It returns this rank's part of the squared norm, which the parts of all ranks add up to. ``batch`` is that of all
+    replicas, each takes its share.
     """
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, engine.dp_size)
         engine.backward(schedule.shards(batch)[engine.dp_rank], loss, denominator)
     _gather_buffers(engine)
-    return sum(float(gradient.norm()) ** 2 for _, gradient in _list_gradients(engine))
+    dense = engine.config.dp * engine.config.cp  # ranks that hold the same parameter, by its group of reduction
+    experts = cast(dist.ProcessGroup, mpu.get_expert_data_parallel_group()).size()
+    held = _list_gradients(engine)
+    return sum(float(g.norm()) ** 2 / (dense if getattr(p, "allreduce", True) else experts) for p, g in held)
 
 
 def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ def _move_weights(engines: CheckedEngines) -> tuple[float, float]:
     case = actor.layout, trainer.case.batch, probe_loss, trainer.case.denominator
     squares = trainer.call_ranks("take_gradients", *case)
     # To first order a step of this rate lowers the mean loss, which is logprobs times about 1, by the target.
-    rate, taken, moved = target / (sum(squares) / (actor.dp * actor.cp)), 0.0, 0.0
+    rate, taken, moved = target / sum(squares), 0.0, 0.0
     for _ in range(_STEPS):
         trainer.call_ranks("step_weights", rate)
         taken += rate
