@@ -37,12 +37,15 @@ class StepResult:
         grad_norm: global L2 norm of the gradient before clipping; NaN if the gradient was not finite on some rank, in
             which case the weights are unchanged.
         lr: the learning rate of the step.
+        expert_load: the smallest and the largest load of an expert over all layers, the same on every rank: its tokens,
+            divided by the mean of its layer's experts. None in a model without experts.
     """
 
     metrics: dict[str, float]
     outputs: Outputs | None
     grad_norm: float
     lr: float
+    expert_load: tuple[float, float] | None = None
 
 
 class TrainEngine(Protocol):

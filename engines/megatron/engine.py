@@ -32,6 +32,7 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
+from hardware.megatron.experts import Router, measure_load
 from hardware.platform import Platform
 
 
@@ -69,6 +70,7 @@ class MegatronEngine:
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
         self.decoder = module
+        self.routers = [part for part in module.modules() if isinstance(part, Router)]
         for name, parameter in module.named_parameters():
             part = model.weights[name].part if name.startswith("vision.") else "language"  # numbers layers by stage
             parameter.requires_grad_(trainable and part not in config.freeze)
@@ -119,7 +121,8 @@ class MegatronEngine:
             with record_function("optimizer_step"):
                 _, grad_norm, _ = cast(tuple, self.optimizer.step())
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr)
+        load = measure_load(self.routers, self.device) if self.model.experts else None
+        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, load)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
         """Join the outputs of the real micro-batches to ``[N]``; dummy micro-batches come last and are left out.
@@ -150,6 +153,8 @@ class MegatronEngine:
             return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
+        for router in self.routers:
+            router.load.zero_()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self.run(shard, loss_of, forward_only=False), parts
@@ -179,7 +184,7 @@ class MegatronEngine:
             number, micro = next(micro_batches)
             micro, is_dummy = micro.to(self.device), number >= len(shard.counts)
             layout = self.layout(micro.lengths, sharing[number], scored[number])
-            output = self.forward_micro_batch(module, micro, layout)
+            output = self.forward_micro_batch(module, micro, layout, is_dummy)
             return output, lambda hidden: loss_of(self.outputs(hidden, micro, layout), layout, micro, is_dummy)
 
         return get_forward_backward_func()(
@@ -202,8 +207,11 @@ class MegatronEngine:
         return Layout.build(lengths, config.layout, **sizes, slots=config.slots, **found, device=self.device)
 
     @record_function("forward_micro_batch")
-    def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout) -> Tensor:
-        """Run this stage on a micro-batch ``[N]``: hidden states ``[s / tp, b, h]``, for the next stage or the head."""
+    def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout, is_dummy: bool = False) -> Tensor:
+        """Run this stage on a micro-batch ``[N]``: hidden states ``[s / tp, b, h]``, for the next stage or the head.
+
+        Tokens of a dummy reach no expert: they would be counted, and keep experts busy for nothing.
+        """
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
         spec = layout.build_mask_spec(self.model.rules, micro.image_block)
         inputs = self.platform.build_attention_inputs(spec, rotary, self.config.attention_override)
@@ -213,7 +221,8 @@ class MegatronEngine:
         further = {}
         if self.model.experts:
             part = mpu.get_tensor_model_parallel_rank() if self.transformer.sequence_parallel else 0
-            further["padding_mask"] = layout.list_filled(part, self.config.tp)
+            slots = layout.list_filled(part, self.config.tp)
+            further["padding_mask"] = slots[:0] if is_dummy else slots
         with self.platform.wrap_forward(inputs):
             return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs, **further)
 

@@ -14,13 +14,13 @@ def count_own_positions_from_0() -> list[Patch]:
     from engines.megatron.engine import MegatronEngine
 
     def wrap(forward):
-        def run(self, module, micro, layout):
+        def run(self, module, micro, layout, *further):
             if layout.sharing:
                 owner, within = expand_counts(np.asarray(micro.lengths))
                 begins = np.asarray(layout.sharing.counts)[owner]
                 moved = torch.from_numpy(np.where(within >= begins, begins, 0)).to(micro.positions.device)
                 micro = replace(micro, positions=micro.positions - moved)
-            return forward(self, module, micro, layout)
+            return forward(self, module, micro, layout, *further)
 
         return run
 

@@ -4,6 +4,7 @@ One grouped matrix product of torch computes all experts of a rank, on a CPU and
 needs TransformerEngine or grouped_gemm for that, its dispatcher needs CUDA streams, and it routes padding as well.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from typing import cast
 
@@ -23,10 +24,17 @@ from hardware.megatron.marks import mark_experts, mark_sequence_parallel
 
 
 class Router(torch.nn.Module):
-    """Chooses the experts of each token by a softmax over all, in fp32. ``weight`` is ``[experts, h]``."""
+    """Chooses the experts of each token by a softmax over all, in fp32. ``weight`` is ``[experts, h]``.
+
+    Attributes:
+        load: ``[experts]`` long, tokens of this rank that chose each expert, over all passes with a gradient.
+    """
+
+    load: Tensor
 
     def __init__(self, config, experts: Experts):
         super().__init__()
+        self.register_buffer("load", torch.zeros(experts.count, dtype=torch.long), persistent=False)
         self.weight = torch.nn.Parameter(torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype))
         mark_sequence_parallel([self.weight], config)
         self.chosen, self.is_normed = experts.chosen, experts.is_normed
@@ -35,7 +43,29 @@ class Router(torch.nn.Module):
         """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
         scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
         weights, numbers = scores.topk(self.chosen, dim=-1)
+        if torch.is_grad_enabled():  # of a layer that is recomputed, the first pass has no gradient
+            self.load.scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
         return (weights / weights.sum(dim=-1, keepdim=True) if self.is_normed else weights), numbers
+
+
+def measure_load(routers: Sequence[Router], device: torch.device) -> tuple[float, float]:
+    """Measure the smallest and the largest load of an expert over all layers. Collective over all ranks.
+
+    The load is the number of tokens of the expert, divided by the mean of its layer's experts.
+
+    Args:
+        routers: of the layers of this pipeline stage; there may be none.
+    """
+    ends = torch.full((2,), -torch.inf, device=device)
+    if routers:
+        tokens = torch.stack([router.load for router in routers])  # [layers, experts]
+        # Each rank of a stage has tokens of its own: tensor-parallel ranks have parts of the sequences.
+        dist.all_reduce(tokens, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        loads = tokens.float() * tokens.shape[1] / tokens.sum(dim=1, keepdim=True).clamp(min=1)
+        ends = torch.stack([-loads.amin(), loads.amax()])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    smallest, largest = ends.tolist()
+    return -smallest, largest
 
 
 class GroupedExperts(MegatronModule):

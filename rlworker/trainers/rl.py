@@ -276,7 +276,7 @@ class Trainer(Run[RunConfig]):
         metrics: dict[str, float] = {}
         if self.critic:
             of_critic, _ = self._update_group(self.critic, batch, self.objective.value_loss, token_mean)
-            metrics |= {f"critic_{k}" if k in ("grad_norm", "lr") else k: value for k, value in of_critic.items()}
+            metrics |= {f"critic_{k}" if k in step_metrics.OF_ENGINE else k: value for k, value in of_critic.items()}
         if self._critic_warms_up:
             return metrics, None
         of_actor, outputs = self._update_group(self.actor, batch, self.objective.loss, self.objective.aggregation)

@@ -12,6 +12,8 @@ from rlworker.cluster.watch import wait_for
 
 _RATES = {"actor": "lr", "critic": "critic_lr"}
 """Role -> metric of the optimizer steps that it took."""
+OF_ENGINE = ("grad_norm", "lr", "expert_load_min", "expert_load_max")
+"""Metrics of an optimizer step that the actor and the critic each have of their own."""
 
 
 def complete_step(metrics: dict[str, float], version: int, times: dict[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from unittest.mock import patch
 from support.ranks.engines_cases import build_engine, make_batch, plan, start_process
 from support.ranks.pool import draw_address
 
-from engines.probes.host_reads import READS_OF_A_STEP, HostReads
+from engines.probes.host_reads import READS_OF_A_STEP, READS_OF_EXPERTS, HostReads
 from rlworker.checks.huggingface import probe_loss
 
 ENGINE = "engines/megatron/engine.py"
@@ -37,11 +37,12 @@ def reads_of_steps(rank, world, address, folder):
     return results
 
 
-def test_experts_of_one_rank_read_nothing_back(one_rank, make_hf_model):
+def test_experts_of_one_rank_read_their_load_alone(one_rank, make_hf_model):
     """Their tokens are counted, sorted and multiplied on the device. Spread over ranks, each layer reads how many go
     where."""
     several, *_ = one_rank.run(reads_of_steps, draw_address(), make_hf_model("qwen3_moe", False))[0]
-    assert several[1] > 2 and several[0].keys() == READS_OF_A_STEP.keys()
+    assert several[1] > 2 and several[0].keys() == (READS_OF_A_STEP | READS_OF_EXPERTS).keys()
+    assert [several[0][place] for place in READS_OF_EXPERTS] == [1]
 
 
 def test_a_step_reads_back_from_the_device_where_the_list_says(one_rank, make_hf_model):

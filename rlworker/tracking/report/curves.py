@@ -95,6 +95,16 @@ _CURVES = (
         "Good: steady. Lower the learning rate where it spikes.",
     ),
     Curve(
+        "Load of an expert (its tokens, divided by the mean of its layer's experts)",
+        {
+            "expert_load_max": "largest",
+            "expert_load_min": "smallest",
+            "critic_expert_load_max": "critic's largest",
+            "critic_expert_load_min": "critic's smallest",
+        },
+        "Good: flat. A largest that rises means that the router sends ever more tokens to a few experts.",
+    ),
+    Curve(
         "Learning rate",
         {"lr": "learning rate", "critic_lr": "critic's"},
         "Good: as the schedule says: a rise in warm-up, then constant or a decay.",

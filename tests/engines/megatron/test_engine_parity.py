@@ -45,12 +45,14 @@ def reference(make_hf_model):
 
 def hf_steps(spec: ModelSpec) -> dict:
     model, batch, result = load_huggingface(spec), make_batch(), {"norms": []}
+    counts = count_choices(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
     for step in range(STEPS):
         found = run_forward(model, spec, batch, probe_loss)
         optimizer.zero_grad()
         (found.loss / batch.mask.sum()).backward()
         if step == 0:
+            result["loads"] = [tokens / tokens.mean() for tokens in counts]
             result["logits"] = found.logits.detach()
             result["outputs"] = TokenOutputs(found.outputs.logprobs.detach(), found.outputs.entropy.detach())
             result["gradients"] = {name: g.clone() for name, g in name_gradients(model, spec).items()}
@@ -58,6 +60,18 @@ def hf_steps(spec: ModelSpec) -> dict:
         optimizer.step()
     result["weights"] = {name: tensor.clone() for name, tensor in name_weights(model, spec).items()}
     return result
+
+
+def count_choices(model) -> list[torch.Tensor]:
+    """Tokens ``[experts]`` that chose each expert, of each layer that has some; forward passes add to them."""
+    counts = {name: torch.zeros(len(x.weight)) for name, x in model.named_modules() if name.endswith(".mlp.gate")}
+
+    def watch(name: str, gate, inputs, found: tuple[torch.Tensor, ...]) -> None:
+        counts[name] += found[2].flatten().bincount(minlength=len(counts[name]))
+
+    for name in counts:
+        model.get_submodule(name).register_forward_hook(partial(watch, name))
+    return list(counts.values())
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +125,9 @@ def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) ->
     assert not over, f"{label}: {over}"
     assert set(exported["weights"]) == set(want["weights"])
     assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
+    loads = torch.stack(want["loads"]) if want["loads"] else None
+    expected = None if loads is None else pytest.approx((float(loads.min()), float(loads.max())), rel=1e-6)
+    assert [r["expert_load"] for r in ranks] == [expected] * len(ranks)
     step_logprobs = schedule.restore_order(torch.cat([r["step_logprobs"] for r in leaders]))
     assert torch.equal(step_logprobs, outputs.logprobs), "the update's own logprobs are those of the forward pass"
 

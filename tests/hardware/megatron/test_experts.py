@@ -1,8 +1,11 @@
 """A layer of experts against a loop over tokens; what it does with padding, with idle experts and without a token."""
 
+from types import SimpleNamespace
+
 import torch
 from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
+from torch.utils.checkpoint import checkpoint
 
 HIDDEN, WIDTH, COUNT, CHOSEN, TOKENS = 16, 8, 6, 2, 11
 
@@ -106,3 +109,62 @@ def test_the_router_computes_in_fp32(one_rank):
     assert dtype == torch.float32 and numbers == [[5, 3]]
     by_hand = 1 / (1 + torch.exp(torch.tensor(-0.5)))
     assert abs(weights[0][0] - float(by_hand)) < 1e-6
+
+
+def make_router():
+    """A router by itself, which needs no process group."""
+    from hardware.megatron.experts import Router
+    from hardware.megatron.form import Experts
+
+    torch.manual_seed(1)
+    config = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False)
+    router = Router(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True))
+    torch.nn.init.normal_(router.weight)
+    return router
+
+
+def count_by_loop(router, x) -> list[int]:
+    counts = [0] * COUNT
+    for token in x:
+        for expert in (router.weight @ token).argsort(descending=True)[:CHOSEN].tolist():
+            counts[expert] += 1
+    return counts
+
+
+def count_by_router(rank, world, address):
+    """Counts of a forward pass without gradients, and of two micro-batches, the second recomputed; by a loop too."""
+    start_process(rank)
+    router = make_router()
+    first, second = torch.randn(7, HIDDEN), torch.randn(4, HIDDEN)
+    with torch.no_grad():
+        router(first)
+    idle = router.load.tolist()
+    router(first)
+    weights, _ = checkpoint(router, second.requires_grad_(), use_reentrant=True)
+    weights.sum().backward()
+    router(first[:0])
+    return idle, router.load.tolist(), count_by_loop(router, torch.cat([first, second])), list(router.state_dict())
+
+
+def test_load_counts_each_token_that_learns_once(one_rank):
+    idle, counted, by_loop, saved = one_rank.run(count_by_router, draw_address())[0]
+    assert idle == [0] * COUNT and counted == by_loop and sum(counted) == (7 + 4) * CHOSEN
+    assert saved == ["weight"], "counts do not go into checkpoints"
+
+
+def measure_loads(rank, world, address):
+    from hardware.megatron.experts import measure_load
+
+    layer, routers = make_layer(rank, world, address), [make_router(), make_router()]
+    hidden, tokens = torch.randn(TOKENS, 1, HIDDEN), torch.tensor([1, 2, 5])
+    layer(hidden, padding_mask=tokens)
+    found = layer.router.load.tolist(), count_by_loop(layer.router, hidden.flatten(0, 1)[tokens])
+    for router, counts in zip(routers, ([4, 4, 4, 4, 4, 4], [0, 1, 1, 1, 3, 6]), strict=True):
+        router.load = torch.tensor(counts)
+    return found, [measure_load(some, torch.device("cpu")) for some in (routers[:1], routers)]
+
+
+def test_load_is_by_the_mean_of_a_layer(one_rank):
+    (counted, by_loop), loads = one_rank.run(measure_loads, draw_address())[0]
+    assert counted == by_loop and sum(counted) == 3 * CHOSEN, "padding is counted"
+    assert loads == [(1, 1), (0, 3)]

@@ -66,7 +66,8 @@ class Group:
         outputs = self.forward(batch)
         _, metrics = loss(outputs, batch)
         metrics = {k: float(v) for k, v in metrics.items()}
-        return metrics | {"grad_norm": 1.0, "lr": 1e-3, "prompt_sharing": 1.0}, outputs
+        load = {"expert_load_min": 0.5, "expert_load_max": 2.0}
+        return metrics | load | {"grad_norm": 1.0, "lr": 1e-3, "prompt_sharing": 1.0}, outputs
 
     def call(self, *_):
         return []
