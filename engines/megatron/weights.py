@@ -39,6 +39,10 @@ def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Ten
         return torch.stack(tensors)
     if kind == "gated_experts":
         return torch.stack(tensors).unflatten(0, (-1, 2))
+    if kind == "fused_experts":
+        return tensors[0].transpose(1, 2)  # [experts, f, h] -> [experts, h, f]
+    if kind == "fused_gated_experts":
+        return tensors[0].transpose(1, 2).unflatten(1, (2, -1))  # [experts, h, 2 f] -> [experts, 2, f, h]
     if kind == "vocabulary":
         return F.pad(tensors[0], (0, 0, 0, rows - tensors[0].shape[0]))  # [v, h] -> [rows, h], zeros at the end
     return tensors[0]
@@ -54,6 +58,8 @@ def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     rows = [shape[0] for shape in weight.tensors.values()]  # of each HF tensor, in the order of their join
     if weight.join in ("experts", "gated_experts"):
         return list(whole.flatten(0, -3))  # but for the last two axes, of which each HF tensor has its own
+    if weight.join in ("fused_experts", "fused_gated_experts"):
+        return [whole.flatten(1, -2).transpose(1, 2).contiguous()]
     if weight.join == "qkv":
         groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
         parts = groups.split([count // model.kv_heads for count in _count_qkv_rows(model)], dim=1)
@@ -84,14 +90,17 @@ def _unshard(weight: Weight, value: Tensor) -> Tensor:
     return value
 
 
-def _select_experts(weight: Weight) -> Weight:
-    """Select this rank's experts of a weight that has a tensor of each, so that no others are read."""
+def _read(folder: SafetensorsFolder, weight: Weight) -> tuple[Weight, list[Tensor]]:
+    """Read the tensors of a weight, those of experts for this rank's alone; return what is left to cut, and them."""
     if weight.cut.get(0) != "ep":
-        return weight
+        return weight, [folder[name] for name in weight.tensors]
     group, names = get_cut_group("ep"), list(weight.tensors)
-    count = len(names) // group.size()
-    own = {name: weight.tensors[name] for name in names[group.rank() * count :][:count]}
-    return replace(weight, tensors=own, cut={axis: way for axis, way in weight.cut.items() if axis})
+    weight = replace(weight, cut={axis: way for axis, way in weight.cut.items() if axis})
+    if weight.join in ("experts", "gated_experts"):  # a tensor of each expert, or two
+        count = len(names) // group.size()
+        return weight, [folder[name] for name in names[group.rank() * count :][:count]]
+    count = weight.tensors[names[0]][0] // group.size()
+    return weight, [folder.read_rows(names[0], group.rank() * count, count)]
 
 
 @torch.no_grad()
@@ -105,12 +114,12 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
     folder.check(model)
     for name, parameter in _name_parameters(module).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
-        weight = _select_experts(model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name))
+        weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
         if any(n not in folder for n in weight.tensors):
             continue
         # Rows of a padded vocabulary over all ranks; other joins do not read it.
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
-        tensors = [folder[n] for n in weight.tensors]
+        weight, tensors = _read(folder, weight)
         value = _cut_shard(weight, _join(weight.join, tensors, model, rows))
         if value.shape != parameter.shape:
             raise ValueError(

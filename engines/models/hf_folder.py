@@ -63,10 +63,17 @@ class SafetensorsFolder:
         return name in self._file_of
 
     def __getitem__(self, name: str) -> Tensor:
+        return self._find_file(name).get_tensor(name)
+
+    def read_rows(self, name: str, start: int, count: int) -> Tensor:
+        """Read ``count`` rows of a tensor, from row ``start``, and no others."""
+        return self._find_file(name).get_slice(name)[start : start + count]
+
+    def _find_file(self, name: str):
         path = self._file_of[name]
         if path not in self._open:
             self._open[path] = safe_open(path, "pt")
-        return self._open[path].get_tensor(name)
+        return self._open[path]
 
     def check(self, model: ModelSpec) -> None:
         """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights in their shapes.

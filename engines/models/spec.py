@@ -222,6 +222,8 @@ class ModelSpec(DecoderSizes):
         name = self.find_folder_name(name)
         if (weight := self._joined_in_module.get(name)) is None:
             return {name: values}
+        if weight.join.startswith("fused"):
+            return dict.fromkeys(weight.tensors, values.transpose(1, 2))
         parts = values.reshape(len(weight.tensors), *next(iter(weight.tensors.values())))
         return dict(zip(weight.tensors, parts, strict=True))
 

@@ -13,7 +13,9 @@ Head = Literal["language", "value"]
 """Kind of output that the last hidden states become: logits, or the value of a critic."""
 Part = Literal["vision", "projector", "language"]
 """Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
-Join = Literal["whole", "qkv", "gated", "vocabulary", "experts", "gated_experts"]
+Join = Literal[
+    "whole", "qkv", "gated", "vocabulary", "experts", "gated_experts", "fused_experts", "fused_gated_experts"
+]
 Way = Literal["tp", "ep", "etp"]
 """Ways to cut a parameter over ranks: tensor and expert parallelism, and the tensor parallelism of experts."""
 
@@ -28,7 +30,8 @@ class Weight:
         join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above the
             up projection and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts
             of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order. ``experts`` stacks a tensor
-            of each expert, ``gated_experts`` gate and up of each.
+            of each expert, ``gated_experts`` gate and up of each. ``fused_experts`` transposes a tensor of all experts,
+            ``[experts, f, h]``, and ``fused_gated_experts`` one of gate and up side by side, ``[experts, h, 2 f]``.
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
         module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
             folder; empty where it is.
@@ -55,6 +58,10 @@ class Weight:
             shape = [len(shapes), *shapes[0]]
         elif self.join == "gated_experts":
             shape = [len(shapes) // 2, 2, *shapes[0]]
+        elif self.join == "fused_experts":
+            shape = [shape[0], shape[2], shape[1]]
+        elif self.join == "fused_gated_experts":
+            shape = [shape[0], 2, shape[2] // 2, shape[1]]
         if self.join == "vocabulary":
             shape[0] = -(-shape[0] // sizes["tp"]) * sizes["tp"]
         for axis, way in self.cut.items():

@@ -128,7 +128,7 @@ def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
 
 def _make_rows(folder: Path, kind: TinyVlm) -> Path:
     """Write rows with images; every second one has a video instead, where the model is shown any."""
-    if kind != "qwen3_vl":
+    if kind not in ("qwen3_vl", "qwen3_vl_moe"):
         return squares.make_data(folder, _ROWS)
     parts = {}
     for seed, (name, count) in enumerate(_ROWS.items()):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
-TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3", "internvl"]
+TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl"]
 TinyText = Literal["qwen2", "mistral", "phi3", "qwen3_moe"]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
@@ -28,23 +28,19 @@ _LANGUAGE: dict[str, Any] = dict(
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _TEXT: dict[TinyText, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": 24},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
-    "qwen3_moe": {
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"head_dim": 32} | _EXPERTS,
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen2_vl": {"depth": 2},
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
+_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _GEMMA_LANGUAGE: dict[str, Any] = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,  # the scores' scale is not that of the head's size
@@ -67,7 +63,8 @@ _GEMMA_VISION: dict[str, Any] = {
 }
 _INTERN_VISION = _GEMMA_VISION | {"attention_bias": True, "layer_scale_init_value": 0.5}
 del _INTERN_VISION["vision_use_head"]
-_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor"}
+_PROCESSORS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "Qwen3VLProcessor")
 _PATCH, _MERGE = 14, 2
 _FULL_FRAMES = 4
 """Number of video frames that may each have as many pixels as an image."""
@@ -76,6 +73,7 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen2_5_vl": ((r"^model\.visual\.", "visual."),),
     "qwen2_vl": ((r"^model\.visual\.", "visual."),),
     "qwen3_vl": (),
+    "qwen3_vl_moe": (),
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
     "internvl": ((r"^model\.", ""), (r"^lm_head\.", "language_model.lm_head.")),
 }
@@ -150,8 +148,10 @@ def make_tiny_vlm(
     if own := {"gemma3": _make_tiny_gemma, "internvl": _make_tiny_intern}.get(family):
         return own(folder, tokenizer, vocab, seed, tied, language or {}, vision or {}, apart)
     rope, heads = _ROPE | {"mrope_section": [8, 4, 4]}, {}
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
+    if family == "qwen3_vl_moe":
+        heads |= _EXPERTS
     start, image, end, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
     ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     text = _LANGUAGE | {"vocab_size": vocab, "rope_parameters": rope} | ends | heads
@@ -190,7 +190,7 @@ def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int]) -
         "image_std": [0.5, 0.5, 0.5],
     }
     kinds = {"preprocessor_config.json": ({"image_processor_type": "Qwen2VLImageProcessor"}, 1)}
-    if family == "qwen3_vl":  # its limits are those of all frames together
+    if family in ("qwen3_vl", "qwen3_vl_moe"):  # its limits are those of all frames together
         kinds["video_preprocessor_config.json"] = ({"video_processor_type": "Qwen3VLVideoProcessor"}, _FULL_FRAMES)
     for name, (kind, frames) in kinds.items():
         size = {"size": {"shortest_edge": pixels[0], "longest_edge": frames * pixels[1]}}
@@ -301,10 +301,11 @@ def _name_tokens(tokenizer: Any, names: dict[str, str]) -> Any:
 
 
 def _name_as_released(folder: str, family: str) -> None:
-    """Rename weights as in the released folders, which transformers and vLLM read.
+    """Rename and transpose weights as in the released folders, which transformers and vLLM read.
 
     transformers 5 saves other names. 5.5 puts ``model.`` before Qwen2.5-VL's tower and before all of InternVL and of
-    Gemma 3, and nests Gemma's tower once too often; 5.19 leaves out the module around Gemma's tower.
+    Gemma 3, and nests Gemma's tower once too often; 5.19 leaves out the module around Gemma's tower, and saves experts
+    of Qwen3-VL-MoE as its module has them, which vLLM does not read.
     """
     from safetensors.torch import load_file, save_file
 
@@ -313,7 +314,8 @@ def _name_as_released(folder: str, family: str) -> None:
     for name, tensor in load_file(path).items():
         for saved, released in _RELEASED[family]:
             name = re.sub(saved, released, name)
-        weights[name] = tensor
+        is_turned = family == "qwen3_vl_moe" and ".experts." in name
+        weights[name] = tensor.transpose(1, 2).contiguous() if is_turned else tensor
     save_file(weights, path, metadata={"format": "pt"})
 
 

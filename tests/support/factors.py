@@ -19,6 +19,8 @@ MORE_EXPERT_SIZES = (
 MORE_EXPERT_SIZES += ("CP2-DP2-EP4", "CP2-TP2-EP2", "CP2-PP2-EP2", "CP2-TP2-EP2-ETP2", "DP4-EP2")
 EXPERT_FAMILIES = ("qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "mixtral")
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "internvl")
+IMAGE_EXPERT_FAMILIES = ("qwen3_vl_moe",)
+"""Families with images and experts: those of the dense family, and experts beside."""
 VIDEO_FAMILIES = ("qwen3_vl",)
 TIED = ("tied", "untied")
 LAYOUTS = ("bshd", "thd")

@@ -63,7 +63,7 @@ def make_critic(folder: Path, language_model: str) -> str:
 
 
 def make_vlm(folder: Path, family: str, tied: bool = False, **language: Any) -> str:
-    """Save a vision-language model of one of ``IMAGE_FAMILIES``, its image tokens from 90 on.
+    """Save a vision-language model of one of ``IMAGE_FAMILIES`` or ``IMAGE_EXPERT_FAMILIES``, image tokens from 90 on.
 
     Args:
         language: settings of the language model that differ.

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.factors import parse_size
+from support.factors import IMAGE_EXPERT_FAMILIES, parse_size
 from support.huggingface import compute_logprobs, load_folder
+from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan, start_process
 from support.ranks.pool import draw_address
 
@@ -37,17 +38,19 @@ def export(engine):
         ("phi3", {"tp": 2}, False),  # whose projections are fused
         ("qwen3_moe", {"tp": 2, "ep": 2}, False),
         ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
+        ("qwen3_vl_moe", {"ep": 2}, False),  # whose experts are fused and transposed
+        pytest.param("qwen3_vl_moe", {"tp": 2, "etp": 2}, False, marks=pytest.mark.large),
         pytest.param("mixtral", {"ep": 2}, False, marks=pytest.mark.large),
     ],
     ids=str,
 )
-def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, family, settings, tied):
+def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, tmp_path, family, settings, tied):
     """Parity compares them at every size, after two steps and to rounding."""
 
     def load_and_export(rank, world, address, folder, settings):
         return export(build_engine(rank, world, address, folder, settings))
 
-    folder = make_hf_model(family, tied)
+    folder = make_vlm(tmp_path, family, tied) if family in IMAGE_EXPERT_FAMILIES else make_hf_model(family, tied)
     exported = two_ranks.run(load_and_export, draw_address(), folder, settings)
     want = load_file(f"{folder}/model.safetensors")
     (got,) = (e for e in exported if e)

@@ -120,7 +120,7 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, r"'mamba', expected one of \['gemma3', .*'qwen3_vl'\]; to train .*"),
+        ({"model_type": "mamba"}, r"'mamba', expected one of \['gemma3', .*'qwen3_vl_moe'\]; to train .*"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),

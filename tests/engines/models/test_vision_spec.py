@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.factors import IMAGE_FAMILIES
+from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES
 from support.models import make_vlm
 from support.ranks.vlm_cases import QWEN2_5_VL_7B, name_part
 
@@ -33,7 +33,7 @@ def test_a_folder_from_before_text_config(tmp_path):
     assert sum(map(math.prod, shapes.values())) == 676_550_144, "of the tower of Qwen2.5-VL-7B"
 
 
-@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+@pytest.mark.parametrize("family", [*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES])
 def test_names_and_shapes_are_those_of_the_saved_model(tmp_path, family):
     from safetensors import safe_open
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support import rollout_workers
-from support.factors import IMAGE_FAMILIES
-from support.huggingface import make_batch, measure_differences, measure_versions
+from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES
+from support.huggingface import make_batch, measure_differences, measure_versions, name_weights
 from support.models import make_vlm
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
 from support.rollout_workers import Prompt, ask, draw, make_requests
@@ -24,12 +24,14 @@ pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
 BY_DEFAULT = ("qwen3_vl", "gemma3")
 """Families whose processes the default run has room for."""
-LARGE = [pytest.param(family, marks=pytest.mark.large) for family in IMAGE_FAMILIES if family not in BY_DEFAULT]
+OTHERS = [family for family in (*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES) if family not in BY_DEFAULT]
 LAST = 4
 """The prompt that ends in an image."""
 
 
-@pytest.fixture(scope="module", params=[*BY_DEFAULT, *LARGE])
+@pytest.fixture(
+    scope="module", params=[*BY_DEFAULT, *(pytest.param(family, marks=pytest.mark.large) for family in OTHERS)]
+)
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     from rlworker.cluster.rollout_group import Rollouts
@@ -63,12 +65,8 @@ def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict
     return found
 
 
-def list_weights(hf, model: ModelSpec) -> list[tuple[str, torch.Tensor]]:
-    return [(model.find_folder_name(name), tensor.detach()) for name, tensor in hf.named_parameters()]
-
-
 def send(worker, hf, model: ModelSpec) -> None:
-    rollout_workers.send(worker, list_weights(hf, model), 100_000)
+    rollout_workers.send(worker, name_weights(hf, model).items(), 100_000)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -76,13 +74,15 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
     worker, model, prompts = rollout
     hf = load_huggingface(model)
     send(worker, hf, model)
+    unread = {name for name in name_weights(hf, model) if ".experts." in name}  # which vLLM joins
     for label in ("before", "after"):
         completions = draw(worker, prompts, sampling(temperature=temperature))
         found = by_kind(model, hf, prompts, completions, temperature)
         measured({f"{kind} {label}": float(values.max()) for kind, values in found.items()})
         for values in found.values():
             assert values.mean() <= 2e-6 and values.max() <= 1e-4
-        assert rollout_workers.find_unlike(worker, list_weights(hf, model), columns=3 * (label == "before")) == set()
+        weights = name_weights(hf, model).items()
+        assert rollout_workers.find_unlike(worker, weights, columns=3 * (label == "before")) == unread
         if label == "before":
             torch.manual_seed(3)
             with torch.no_grad():
@@ -118,7 +118,7 @@ def test_images_in_flight_are_seen_by_new_weights(rollout, measured):
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.mul_(1.1)
-    weights = [(model.find_folder_name(name), tensor.detach()) for name, tensor in new.named_parameters()]
+    weights = name_weights(new, model).items()
     first, requests = ask(worker.get_version), make_requests(prompts, Sampling(1, 1.0, 24, (), ()))
     ask(worker.__ray_call__, _with_memory, 0.05)
     completions = rollout_workers.update_in_flight(worker, requests, 12, weights)

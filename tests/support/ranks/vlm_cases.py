@@ -114,9 +114,9 @@ def name_part(name: str) -> str:
 def run_vlm_case(
     rank: int, world: int, address: str, folder: str, paths, settings: dict, platform: str = "cpu", rows=ROWS
 ) -> dict:
-    """Compute logits, logprobs and gradients of one parallel configuration."""
-    budget = settings.get("budget")
-    own = {name: x for name, x in settings.items() if name != "budget"}
+    """Compute logits, logprobs and gradients of one parallel configuration, and the weights after some ``steps``."""
+    budget, steps = settings.get("budget"), settings.get("steps", 0)
+    own = {name: x for name, x in settings.items() if name not in ("budget", "steps")}
     engine = build_engine(rank, world, address, folder, own, platform)
     if budget and engine.vision:
         engine.vision.budget = budget
@@ -130,6 +130,9 @@ def run_vlm_case(
     schedule, shard = plan(engine, batch)
     logits, outputs = gather_logits(engine, shard), engine.forward(shard)
     engine.backward(shard, probe_loss, float(batch.mask.sum()))
+    gradients = gather_gradients(engine)
+    for _ in range(steps):
+        engine.train_step(shard, probe_loss, float(batch.mask.sum()))
 
     return {
         "schedule": schedule,
@@ -138,5 +141,6 @@ def run_vlm_case(
         "decoded": decoded,
         "logits": logits,
         "outputs": outputs,
-        "gradients": gather_gradients(engine),
+        "gradients": gradients,
+        "weights": {name: tensor.clone() for name, tensor in engine.export_weights()} if steps else {},
     }

@@ -18,25 +18,40 @@ class Mixture:
 
     Attributes:
         place: where a folder has them in a layer. names: a folder's names of gate, up and down projection.
+        is_fused: a folder has one tensor of all experts' gates and up projections and one of their down projections,
+            both transposed; else a tensor of each expert and projection.
     """
 
     experts: Experts
     place: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    is_fused: bool = False
 
     def __call__(self, model: DecoderSizes) -> tuple[Weight, ...]:
-        hidden, ffn, (*halves, down) = model.hidden, self.experts.ffn, self.names
-        places = [f"{self.place}.experts.{number}" for number in range(self.experts.count)]
-        gated = {f"{place}.{name}.weight": (ffn, hidden) for place in places for name in halves}
-        downs = {f"{place}.{down}.weight": (hidden, ffn) for place in places}
-        gate, cut = {f"{self.place}.gate.weight": (self.experts.count, hidden)}, dict[int, Way]({0: "ep", 2: "etp"})
-        weights = (
+        hidden, gate = model.hidden, {f"{self.place}.gate.weight": (self.experts.count, model.hidden)}
+        router = (
             Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
             Weight("mlp.router.weight", gate, module="mlp.gate.weight"),
-            Weight("mlp.experts.weight1", gated, "gated_experts", cut, module="mlp.experts.gate_up_proj"),
-            Weight("mlp.experts.weight2", downs, "experts", cut, module="mlp.experts.down_proj"),
         )
-        return weights + self._state_shared(hidden) if self.experts.shared else weights
+        return router + self._state_experts(hidden) + (self._state_shared(hidden) if self.experts.shared else ())
+
+    def _state_experts(self, hidden: int) -> tuple[Weight, ...]:
+        count, ffn, (*halves, down) = self.experts.count, self.experts.ffn, self.names
+        cut, modules = dict[int, Way]({0: "ep", 2: "etp"}), ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        if self.is_fused:
+            gated = {f"{self.place}.experts.gate_up_proj": (count, hidden, 2 * ffn)}
+            downs = {f"{self.place}.experts.{down}": (count, ffn, hidden)}
+            return (
+                Weight("mlp.experts.weight1", gated, "fused_gated_experts", cut, module=modules[0]),
+                Weight("mlp.experts.weight2", downs, "fused_experts", cut, module=modules[1]),
+            )
+        places = [f"{self.place}.experts.{number}" for number in range(count)]
+        gated = {f"{place}.{name}.weight": (ffn, hidden) for place in places for name in halves}
+        downs = {f"{place}.{down}.weight": (hidden, ffn) for place in places}
+        return (
+            Weight("mlp.experts.weight1", gated, "gated_experts", cut, module=modules[0]),
+            Weight("mlp.experts.weight2", downs, "experts", cut, module=modules[1]),
+        )
 
     def _state_shared(self, hidden: int) -> tuple[Weight, ...]:
         place, width, (*halves, down) = f"{self.place}.shared_expert", self.experts.shared, self.names

@@ -28,23 +28,25 @@ def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 _PACKAGE = "transformers.models.qwen3_vl"
 
+TOWER = Tower(
+    prefixes={"": "model.visual."},
+    projector=("merger.", "deepstack_merger_list."),
+    module=f"{_PACKAGE}.modeling_qwen3_vl:Qwen3VLVisionModel",
+    config=f"{_PACKAGE}.configuration_qwen3_vl:Qwen3VLVisionConfig",
+    needed=(*TOWER_KEYS, "num_position_embeddings", "deepstack_visual_indexes"),
+    activation="gelu_pytorch_tanh",
+    gated=False,
+    weights=list_tower_weights,
+    read=read_vision,
+    video_processor="Qwen3VLVideoProcessor",
+    no_videos="",
+)
+
 FAMILY = replace(
     QWEN3,
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
     prefix="model.language_model.",
     extract_language=extract_text,
-    tower=Tower(
-        prefixes={"": "model.visual."},
-        projector=("merger.", "deepstack_merger_list."),
-        module=f"{_PACKAGE}.modeling_qwen3_vl:Qwen3VLVisionModel",
-        config=f"{_PACKAGE}.configuration_qwen3_vl:Qwen3VLVisionConfig",
-        needed=(*TOWER_KEYS, "num_position_embeddings", "deepstack_visual_indexes"),
-        activation="gelu_pytorch_tanh",
-        gated=False,
-        weights=list_tower_weights,
-        read=read_vision,
-        video_processor="Qwen3VLVideoProcessor",
-        no_videos="",
-    ),
+    tower=TOWER,
 )

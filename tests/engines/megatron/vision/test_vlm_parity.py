@@ -3,12 +3,12 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, parse_size
+from support.factors import EXPERT_SIZES, IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, parse_size
 from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images, make_vlm_batch, run_vlm_case
-from support.ranks.vlm_parity import check_vlm_ranks, compute_vlm_reference
+from support.ranks.vlm_parity import OPTIMIZER, check_vlm_ranks, compute_vlm_reference
 
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import load_huggingface, make_image_arguments, probe_loss
@@ -79,6 +79,25 @@ def test_parity(compare, size, family, layout, recompute, micro, vision, project
     at_once = compare(size, family, MICRO[micro] | {"layout": layout, "recompute": recompute, "freeze": frozen})
     # Sharing the images of a small micro-batch, four ranks have one each; others have more, and memory for them.
     assert at_once > 1 or (size, micro) == ("TP2-CP2", "split")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory, images):
+    """A model with a dense layer between those of experts, and its reference after three steps."""
+    folder = make_vlm(tmp_path_factory.mktemp("experts"), "qwen3_vl_moe", mlp_only_layers=[1])
+    return folder, compute_vlm_reference(folder, images, steps=3)
+
+
+OVER_RANKS = [pytest.param(size, layout, marks=pytest.mark.large) for size in EXPERT_SIZES for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("size", "layout"), [*(("one", layout) for layout in LAYOUTS), *OVER_RANKS])
+def test_experts(pool_of, images, experts, measured, size, layout):
+    """Of the weights too, after three steps."""
+    folder, reference = experts
+    settings = parse_size(size) | {"layout": layout, "optimizer": OPTIMIZER, "steps": 3}
+    ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings)
+    check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_vl_moe {layout}")
 
 
 TILED = ("qwen3_vl", "internvl")
