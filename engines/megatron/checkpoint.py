@@ -173,8 +173,9 @@ def _state(module, optimizer, schedule, is_loading: bool) -> dict:
     parts = [_name_shares(part, model, is_loading) for part in optimizer.chained_optimizers]
     # A rank's optimizer without parameters has taken no step, and the first rank's numbers are stored for all.
     groups = [group for part in parts for group in part["optimizer"]["param_groups"] if "step" in group]
+    taken = max((group["step"] for group in groups), default=0)
     for group in groups:
-        group["step"] = max(each["step"] for each in groups)
+        group["step"] = taken
     # As Megatron numbers them, which takes a single one as it is.
     state = parts[0] if len(parts) == 1 else dict(enumerate(parts))
     return {"model": model, "optimizer": state, "schedule": schedule.state_dict()}
