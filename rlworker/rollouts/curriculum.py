@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlworker.config.run import RunConfig
-from rlworker.data.rows import Row, Rows
-from rlworker.tracking.terminal import log_start
+from rlworker.data.rows import Row
 
 RETURNS_AFTER = 3
 """Times that a prompt outside the range of pass rates is passed over before it is drawn once more: the model may have
@@ -260,22 +259,6 @@ class Curriculum:
             for bucket, (epoch, place) in enumerate(queues):
                 self.queues[source][bucket] = _Queue(self._shuffle(source, bucket, epoch), epoch, place)
         self.picks = {draw: list(rows) for draw, rows in state["picks"]}
-
-
-def read_sources(config: RunConfig, read: Callable[[str], Rows]) -> tuple[Rows, Curriculum | None]:
-    """Read the rows of all sources of a run, and make its curriculum; None where the settings ask for none.
-
-    Args:
-        read: reads the rows of a source, given its path.
-    """
-    settings = config.curriculum
-    parts = [read(path) for path in settings.weigh_sources(config.data.train)]
-    rows = Rows([row for part in parts for row in part.rows], sum(part.skipped for part in parts))
-    if len(parts) == 1 and not settings.buckets and settings.pass_rates == (0, 1):
-        return rows, None
-    curriculum = Curriculum(config, rows.rows, [len(part.rows) for part in parts])
-    log_start(f"curriculum: {curriculum.describe()}")
-    return rows, curriculum
 
 
 def _take_turn(credits: list[float], weights: Sequence[float]) -> int:

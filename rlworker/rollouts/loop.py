@@ -127,7 +127,14 @@ class RolloutLoop:
 
     def forget(self, stream: tuple[int, ...]) -> None:
         """Forget all batches, and draw from the random numbers of ``stream`` from now on. Going back needs this."""
-        self._call(lambda: self._forget(stream)).result()
+
+        def forget() -> None:
+            if len(self._states) or self._pool.references:
+                self._pool.restart()
+            self._clear()
+            self._queue.reset(stream)
+
+        self._call(forget).result()
 
     def __enter__(self) -> RolloutLoop:
         return self
@@ -225,12 +232,6 @@ class RolloutLoop:
             return self._queue.submit(((batch.number, group), one) for group, one in zip(groups, requests, strict=True))
         for state in states:
             self._new[state.slot].append(state)
-
-    def _forget(self, stream: tuple[int, ...]) -> None:
-        if len(self._states) or self._pool.references:
-            self._pool.restart()
-        self._clear()
-        self._queue.reset(stream)
 
     def _clear(self) -> None:
         slots = range(len(self._pool))

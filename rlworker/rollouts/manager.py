@@ -1,11 +1,13 @@
 """The manager of rollouts chooses a step's prompts, has them sampled and keeps the groups that the step learns from."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Sampling
@@ -16,11 +18,13 @@ from rlworker.data.rows import Row, pick_rows
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG
 from rlworker.errors import NothingScored, RunError
-from rlworker.rollouts.curriculum import Curriculum
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory, score_groups, summarise_groups
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup, has_zero_variance
 from rlworker.tracking.log import StepClock
+
+if TYPE_CHECKING:  # most runs have none
+    from rlworker.rollouts.curriculum import Curriculum
 
 TRAINING, CANARY, STREAM, VALIDATION = range(4)
 """Purposes of sampling, each with random numbers of its own. Held-out set number i uses ``VALIDATION + i``."""

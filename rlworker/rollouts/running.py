@@ -1,18 +1,43 @@
-"""Build the parts of a rollout from the settings of a run: the codec, the loop, the limits of an episode."""
+"""Build the parts of a rollout from the settings of a run: rows, codec, loop, limits of an episode."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from engines.models.spec import ModelSpec
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
-from rlworker.data.rows import list_stop_tokens, load_tokenizer
+from rlworker.data.rows import Rows, list_stop_tokens, load_tokenizer
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.manager import STREAM
+from rlworker.tracking.terminal import log_start
+
+if TYPE_CHECKING:
+    from rlworker.rollouts.curriculum import Curriculum
+
+
+def read_sources(config: RunConfig, read: Callable[[str], Rows]) -> tuple[Rows, Curriculum | None]:
+    """Read the rows of all sources of a run, and make its curriculum; None where the settings ask for none.
+
+    Args:
+        read: reads the rows of a source, given its path.
+    """
+    settings = config.curriculum
+    parts = [read(path) for path in settings.weigh_sources(config.data.train)]
+    rows = Rows([row for part in parts for row in part.rows], sum(part.skipped for part in parts))
+    if len(parts) == 1 and not settings.buckets and settings.pass_rates == (0, 1):
+        return rows, None
+    from rlworker.rollouts.curriculum import Curriculum
+
+    curriculum = Curriculum(config, rows.rows, [len(part.rows) for part in parts])
+    log_start(f"curriculum: {curriculum.describe()}")
+    return rows, curriculum
 
 
 def make_codec(config: RunConfig, model: ModelSpec) -> Codec:

@@ -26,9 +26,8 @@ from rlworker.data.rows import check_vocabulary, read_rows
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
-from rlworker.rollouts.curriculum import read_sources
 from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
-from rlworker.rollouts.running import make_codec, running_loop, set_limits
+from rlworker.rollouts.running import make_codec, read_sources, running_loop, set_limits
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock

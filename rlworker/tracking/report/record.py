@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rlworker.config.changes import flatten, flatten_config
 from rlworker.config.run import RunConfig
-from rlworker.config.sft import SftConfig
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.run_folder import OUTAGES
 from rlworker.tracking.step_lines import VALIDATIONS
@@ -78,7 +77,11 @@ class RunRecord:
         return flatten(self.stored)
 
     def _list_defaults(self) -> dict:
-        return flatten_config(RunConfig() if "rollout" in self.stored else SftConfig())
+        if "rollout" in self.stored:
+            return flatten_config(RunConfig())
+        from rlworker.config.sft import SftConfig
+
+        return flatten_config(SftConfig())
 
     def measure_axes(self) -> dict[str, list[float]]:
         """Return the position of each line on the axes of a curve: ``step``, ``tokens`` and ``seconds``.

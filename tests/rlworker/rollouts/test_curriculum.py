@@ -11,7 +11,7 @@ import pytest
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CurriculumConfig, DataConfig, EnvironmentConfig
 from rlworker.data.rows import Row, Rows
-from rlworker.rollouts.curriculum import RETURNS_AFTER, WINDOW, Curriculum, read_sources
+from rlworker.rollouts.curriculum import RETURNS_AFTER, WINDOW, Curriculum
 
 
 def make(sizes=(12,), levels=None, seed=0, **settings) -> Curriculum:
@@ -185,6 +185,8 @@ def test_rows_without_a_difficulty_or_beyond_the_last_bucket_are_refused(level):
 
 
 def test_sources_are_read_one_after_another_and_a_plain_run_has_no_curriculum(capsys):
+    from rlworker.rollouts.running import read_sources
+
     contents = {"x/a.jsonl": "ab", "y/a.jsonl": "c", "y/b.jsonl": "c", "hf:o/n:train": "def"}
 
     def read(path: str) -> Rows:
