@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlworker.checks.tiny_models import LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
+from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -34,6 +34,12 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 48} | _EXPERTS),
     "qwen2_moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
+    "glm4_moe": ("glm4_moe", GLM_EXPERTS | {"head_dim": 48, "attention_bias": True, "use_qk_norm": True}),
+    # As GLM-4.5-Air: no norms of queries and keys, all experts in one group.
+    "glm4_moe-air": (
+        "glm4_moe",
+        GLM_EXPERTS | {"head_dim": 32, "attention_bias": True, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
     # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
     # Experts on the first half of the layers or on the second, so that a pipeline stage may have none.

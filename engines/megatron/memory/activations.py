@@ -148,7 +148,7 @@ def list_stage_options(model: ModelSpec, config: MegatronConfig, stage: int) -> 
 def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory) -> Kept:
     """Count the bytes that autograd keeps. Stage i of p has p - i micro-batches in flight."""
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp
-    kept, again, loss = 2 * len(model.ropes) * model.head_dim * size * slots, 0.0, 0.0
+    kept, again, loss = 2 * len(model.ropes) * model.rotary_dim * size * slots, 0.0, 0.0
     for options, count in Counter(list_stage_options(model, config, stage)).items():
         layer = _count_layer(model, options, config, micro, kernels)
         if config.recompute == "core":  # when a layer's core is recomputed, later tensors of the layer are freed

@@ -175,6 +175,18 @@ def test_experts_over_more_ranks(compare, size, layout):
     compare(size, family, False, {"layout": layout} | settings)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", EXPERT_SIZES + MORE_EXPERT_SIZES)
+def test_experts_chosen_with_a_bias_over_ranks(compare, size, layout):
+    settings = {"recompute": "full"} if layout == "thd" else MICRO["split"]
+    compare(size, "glm4_moe", False, {"layout": layout} | settings)
+
+
+def test_experts_in_one_group(compare):
+    compare("one", "glm4_moe-air", False, {})
+
+
 @matrix({"size": TWO_RANKS, "layout": LAYOUTS, "recompute": ("none", "core", "full")})
 def test_sliding_window(compare, size, layout, recompute):
     """Two pipeline micro-batches with different masks, a window on the upper layers only."""
