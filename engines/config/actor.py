@@ -159,11 +159,17 @@ class MegatronConfig:
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError if the parallel sizes do not divide the model, or ``freeze`` leaves nothing to learn."""
-        # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.
-        sizes = {"attention heads": model.heads, "key-value heads": model.kv_heads} | model.mlp_widths
+        # Projections are cut by rows where ranks share a key-value head. The hidden size is not cut.
+        rows = (model.heads + 2 * model.kv_heads) * model.head_dim
+        sizes = {"attention heads": model.heads} | model.mlp_widths | {"rows of queries, keys and values": rows}
         for name, value in sizes.items():
             if value % self.tp:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
+        if not model.shares_kv_heads(self.tp):
+            raise ValueError(
+                f"actor: tp={self.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key-value "
+                "heads; change --actor.tp"
+            )
         if model.experts:
             self._check_experts(model.experts, model.hidden)
         if (self.tp - 1) * -(-model.vocab // self.tp) >= model.vocab:

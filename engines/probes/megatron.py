@@ -85,7 +85,7 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
     def draw(changed=(), padding: float = 0.0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         local = []
-        for heads in (model.heads // tp, model.kv_heads // tp, model.kv_heads // tp):
+        for heads in (model.heads // tp, *[model.count_kv_heads(tp)] * 2):
             flat = torch.randn(sum(case.lengths), heads, model.head_dim, generator=generator)
             if local:  # the query of a token moves nothing but its own row
                 flat[torch.as_tensor(changed, dtype=torch.long)] += _LOUD

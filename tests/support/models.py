@@ -28,6 +28,9 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 48}),  # not hidden / heads
     # Sliding windows on the upper half of the layers.
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    # A head of keys and values that all tensor-parallel ranks share.
+    "qwen2-one-head": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen3-one-head": ("qwen3", {"head_dim": 48, "num_key_value_heads": 1}),
     "llama-rope3": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
     "gemma3_text": ("gemma3_text", _GEMMA),
     "mistral": ("mistral", {"head_dim": 48, "sliding_window": 5}),  # on every layer

@@ -193,6 +193,30 @@ def test_sliding_window(compare, size, layout, recompute):
     compare(size, "qwen2-window", False, {"layout": layout, "recompute": recompute, "micro_batch_tokens": 48})
 
 
+@pytest.mark.parametrize(
+    ("size", "family"),
+    [
+        ("TP2", "qwen3-one-head"),
+        *(
+            pytest.param(*case, marks=pytest.mark.large)
+            for case in (
+                ("TP2", "qwen2-one-head"),
+                ("TP2-CP2", "qwen2-one-head"),
+                ("TP2-PP2", "qwen3-one-head"),
+                ("TP4", "qwen2"),
+                ("TP4", "qwen3"),
+                ("TP4", "gemma3_text"),
+                ("TP4-EP2", "qwen3_moe"),
+                ("TP4-EP2-ETP2", "glm4_moe"),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_a_head_of_keys_and_values(compare, size, family, layout):
+    compare(size, family, False, {"layout": layout} | (MICRO["split"] if layout == "bshd" else {"recompute": "core"}))
+
+
 def test_scaled_rotary(compare):
     compare("one", "llama-rope3", False, {})
 

@@ -35,6 +35,7 @@ def export(engine):
     [
         ("qwen2", {"tp": 2}, True),
         ("qwen2", {"pp": 2}, False),
+        ("qwen2-one-head", {"tp": 2}, False),  # which the ranks share
         ("phi3", {"tp": 2}, False),  # whose projections are fused
         ("qwen3_moe", {"tp": 2, "ep": 2}, False),
         ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
@@ -106,7 +107,7 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
 
 
 RESUMES = [("DP2", "DP2"), ("TP2", "TP2"), ("TP2", "DP2"), ("DP2", "PP2"), ("CP2", "TP2")]
-MORE = [("DP4", "TP2-PP2"), ("TP2-CP2", "DP2-PP2"), ("DP2-PP2", "TP4")]
+MORE = [("DP4", "TP2-PP2"), ("TP2-CP2", "DP2-PP2"), ("DP2-PP2", "TP4"), ("TP4", "TP4"), ("TP4", "TP2-PP2")]
 OF_EXPERTS = [("TP2-EP2", size) for size in ("TP2-EP2", "DP2-EP2", "DP2", "PP2", "TP2-ETP2", "CP2-EP2")]
 OF_EXPERTS += [("DP2", "DP2-EP2"), ("TP2-DP2-EP2-ETP2", "PP2-DP2-EP2")]
 

@@ -70,6 +70,7 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
     [
         ("TP2-EP2", "qwen3_moe", {"dtype": "bfloat16"}),
         ("one", "glm4_moe", {"dtype": "bfloat16", "freeze": ("router",)}),
+        pytest.param("TP4", "qwen2", {}, marks=pytest.mark.large),  # which share two heads of keys and values
         *(
             pytest.param(size, family, {}, marks=pytest.mark.large)
             for size in ("DP2-EP2", "TP2-ETP2", "CP2", "TP2-DP2-EP2", "PP2-TP2-EP2")
@@ -77,7 +78,7 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
         ),
     ],
 )
-def test_planned_bytes_of_experts(pool_of, make_hf_model, size, family, settings):
+def test_planned_bytes_of_experts_and_shared_heads(pool_of, make_hf_model, size, family, settings):
     settings = parse_size(size) | settings
     for rank in pool_of(size).run(bytes_held, draw_address(), make_hf_model(family, False), settings, "language"):
         assert rank["parameters"] == rank["wanted"]
@@ -153,6 +154,9 @@ MORE_CASES = [
     ("qwen3_moe-dense", "one", {"recompute": "full"}),
     ("qwen2_moe", "one", {}),
     ("qwen3_moe", "TP2", {}),
+    ("qwen2-one-head", "TP2", {}),
+    ("qwen3-one-head", "TP2", {"dtype": "bfloat16"}),
+    ("qwen2", "TP4", {"recompute": "core"}),
     ("glm4_moe", "one", {}),
     ("glm4_moe", "one", {"dtype": "bfloat16"}),
     ("glm4_moe-air", "TP2", {"recompute": "full"}),
