@@ -28,7 +28,8 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("qwen2", True), ("qwen3", False), ("qwen3_moe-dense", False), ("qwen2_moe", False)]
+    ("family", "tied"),
+    [("qwen2", True), ("qwen3", False), ("qwen3_moe-dense", False), ("qwen2_moe", False), ("glm4_moe", False)],
 )
 def test_flops_are_those_of_huggingfaces_products(make_hf_model, family, tied):
     """torch counts the products of a forward and backward pass; its attention computes every pair, ours half."""
