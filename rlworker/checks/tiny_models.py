@@ -37,7 +37,7 @@ _TEXT: dict[TinyText, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
     "qwen3_moe": {"head_dim": 32} | _EXPERTS,
-    "glm4_moe": GLM_EXPERTS | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe": GLM_EXPERTS | {"tied": False, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},

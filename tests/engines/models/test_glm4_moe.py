@@ -59,6 +59,7 @@ def test_published_sizes_are_taken(tmp_path, changes, dense, billions):
         ({"n_shared_experts": None}, "n_shared_experts None, expected a whole number of at least 1"),
         ({"first_k_dense_replace": 46}, "first_k_dense_replace 46, expected a whole number below its 46 layers"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor 0, expected a number above 0"),
+        ({"tie_word_embeddings": True}, "sets tie_word_embeddings, which the engine does not build"),
         ({"use_qk_norm": 1}, "use_qk_norm 1, expected true or false"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5, expected a number from 0 to 1 that gives an even"),
         ({"partial_rotary_factor": 0.26}, "partial_rotary_factor 0.26, expected a number from 0 to 1"),

@@ -80,7 +80,8 @@ FAMILY = Family(
     after=(final_norm,),
     needed=(*NEEDED, "num_key_value_heads", "head_dim", "n_routed_experts", *NEEDED_OF_EXPERTS),
     has_predictors=True,
-    refused=("mlp_bias", "sliding_window", "quantization_config"),
+    # vLLM 0.32 leaves the output layer of this model apart, and empty where a folder ties it.
+    refused=("mlp_bias", "sliding_window", "quantization_config", "tie_word_embeddings"),
     read_layers=read_layers,
     # transformers' own, where a config leaves them out (Glm4MoeConfig, 5.19)
     defaults={
