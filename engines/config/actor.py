@@ -1,7 +1,7 @@
 """Settings of training engines, checked when they are built and before anything heavy starts."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -93,7 +93,11 @@ class MegatronConfig:
     image_memory_mb: Annotated[int, Ge(1)] = 1024
     """Memory for the decoded images of one process, in MB; images beyond it wait."""
     freeze: tuple[Part, ...] = ()
-    """Parts of a vision-language model to freeze: their weights do not change."""
+    """Parts of the model to freeze: their weights do not change. Routers of experts are a part of the language model
+    too."""
+    router_bias_rate: Annotated[float, Ge(0), FINITE] = 0.0
+    """How far an expert's bias moves after an optimizer step: up where its load is below the mean, down where above.
+    0 leaves biases as they are; models without them take no other."""
     timeout_s: Annotated[int, Ge(1), Le(10**9)] = 600
     """Seconds that a collective may wait for another rank before the run fails."""
     megatron: PassThrough = field(default_factory=dict)
@@ -139,6 +143,10 @@ class MegatronConfig:
         """Number of ranks over which each way cuts a parameter."""
         return {"tp": self.tp, "ep": self.ep, "etp": self.etp}
 
+    def freezes(self, part: Part) -> bool:
+        """Tell whether the weights of a part do not change."""
+        return part in self.freeze or (part == "router" and "language" in self.freeze)
+
     def check_longest(self, longest: int) -> None:
         """Raise ValueError if a fixed number of slots cannot hold the longest sequence without its last token."""
         unit = compute_slot_unit(self.tp, self.cp, self.pad_to_multiple_of)
@@ -151,20 +159,29 @@ class MegatronConfig:
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError if the parallel sizes do not divide the model, or ``freeze`` leaves nothing to learn."""
-        # Megatron can also share a key-value head among ranks; no test of ours runs that. The hidden size is not cut.
-        sizes = {"attention heads": model.heads, "key-value heads": model.kv_heads} | model.mlp_widths
+        # Projections are cut by rows where ranks share a key-value head. The hidden size is not cut.
+        rows = (model.heads + 2 * model.kv_heads) * model.head_dim
+        sizes = {"attention heads": model.heads} | model.mlp_widths | {"rows of queries, keys and values": rows}
         for name, value in sizes.items():
             if value % self.tp:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
+        if not model.shares_kv_heads(self.tp):
+            raise ValueError(
+                f"actor: tp={self.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key-value "
+                "heads; change --actor.tp"
+            )
         if model.experts:
             self._check_experts(model.experts, model.hidden)
         if (self.tp - 1) * -(-model.vocab // self.tp) >= model.vocab:
             raise ValueError(
                 f"actor: tp={self.tp} leaves a rank none of the model's {model.vocab} tokens; lower --actor.tp"
             )
-        if self.freeze and not model.vision:
-            raise ValueError(f"actor: freeze={self.freeze} is for models with vision only; leave --actor.freeze out")
-        if set(self.freeze) == set(get_args(Part)):
+        if {"vision", "projector"} & {*self.freeze} and not model.vision:
+            raise ValueError(
+                f"actor: freeze={self.freeze} names parts of models with vision, and this is none; leave them out of "
+                "--actor.freeze"
+            )
+        if all(self.freezes(weight.part) for weight in model.weights.values()):
             raise ValueError("actor: freeze of all parts leaves nothing to learn; leave one out of --actor.freeze")
         if "language" in self.freeze and self.pp > 1:
             raise ValueError(f"actor: freeze=language leaves stages of pp={self.pp} nothing to learn; set --actor.pp 1")
@@ -181,11 +198,29 @@ class MegatronConfig:
             )
 
     def check_spread(self, model: ModelSpec) -> None:
-        """Raise ValueError if experts are to be spread and the actor has none; a model beside it may have none."""
+        """Raise ValueError if settings of experts would do nothing in the actor; a model beside it may have none."""
+        self._check_routers(model)
         if self.ep * self.etp > 1 and not model.experts:
             raise ValueError(
                 f"actor: ep={self.ep} and etp={self.etp} spread experts, and the model has none; leave --actor.ep and "
                 "--actor.etp out"
+            )
+
+    def _check_routers(self, model: ModelSpec) -> None:
+        """Raise ValueError if settings of routers would do nothing."""
+        if "router" in self.freeze and not model.experts:
+            raise ValueError("actor: freeze names 'router', and the model has no experts; leave it out")
+        if not self.router_bias_rate:
+            return
+        if not model.experts or not model.experts.has_bias:
+            raise ValueError(
+                f"actor: router_bias_rate={self.router_bias_rate} moves biases of experts, and the model has none; "
+                "leave --actor.router-bias-rate out"
+            )
+        if self.freezes("router"):
+            raise ValueError(
+                f"actor: router_bias_rate={self.router_bias_rate} moves biases, and freeze={self.freeze} keeps them; "
+                "leave --actor.router-bias-rate or --actor.freeze out"
             )
 
     def _check_experts(self, experts: Experts, hidden: int) -> None:

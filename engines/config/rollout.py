@@ -148,10 +148,8 @@ class VllmConfig(SamplingConfig):
 
     def check_cut(self, model: ModelSpec) -> None:
         """Raise ValueError if the devices of an engine cannot hold equal parts of the model."""
-        # vLLM can also give a key-value head to several devices; no test of ours runs that.
         sizes = {
             "attention heads": model.heads,
-            "key-value heads": model.kv_heads,
             "padded vocabulary": -(-model.vocab // VLLM_VOCAB_UNIT) * VLLM_VOCAB_UNIT,
         }
         sizes |= model.mlp_widths
@@ -162,6 +160,11 @@ class VllmConfig(SamplingConfig):
         for name, size in sizes.items():
             if size % self.tp:
                 raise ValueError(f"rollout: tp={self.tp} does not divide the model's {size} {name}; lower --rollout.tp")
+        if not model.shares_kv_heads(self.tp):
+            raise ValueError(
+                f"rollout: tp={self.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key-value "
+                "heads; change --rollout.tp"
+            )
 
     def _check_whole_prompts(self) -> None:
         """Raise ValueError where vLLM would compute a prompt in parts, which may cut an image."""

@@ -29,10 +29,10 @@ from engines.megatron.model import FrozenModel, build_model, build_transformer_c
 from engines.megatron.offload import OffloadedWeights, OffloadManager
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
-from engines.megatron.weights import export_weights, load_weights
+from engines.megatron.weights import export_weights, load_weights, name_parameters
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
-from hardware.megatron.experts import Router, measure_load
+from hardware.megatron.experts import Router, measure_load, move_biases
 from hardware.platform import Platform
 
 
@@ -71,9 +71,9 @@ class MegatronEngine:
         load_weights(module, model)
         self.decoder = module
         self.routers = [part for part in module.modules() if isinstance(part, Router)]
-        for name, parameter in module.named_parameters():
-            part = model.weights[name].part if name.startswith("vision.") else "language"  # numbers layers by stage
-            parameter.requires_grad_(trainable and part not in config.freeze)
+        for name, parameter in name_parameters(module).items():  # a tied output layer is no weight of its own
+            part = model.weights[name].part if name in model.weights else "language"
+            parameter.requires_grad_(trainable and not config.freezes(part))
         self.vision = None
         if model.vision and module.pre_process:
             from engines.megatron.vision.embedding import Vision
@@ -120,6 +120,8 @@ class MegatronEngine:
             self.schedule.step(increment=1)
             with record_function("optimizer_step"):
                 _, grad_norm, _ = cast(tuple, self.optimizer.step())
+            if self.config.router_bias_rate:
+                move_biases(self.routers, self.config.router_bias_rate)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         load = measure_load(self.routers, self.device) if self.model.experts else None
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, load)

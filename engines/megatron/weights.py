@@ -1,9 +1,9 @@
 """HuggingFace weights into Megatron ranks and back out, as the model's family states them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,25 @@ from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Join, Weight
 
+Named = TypeVar("Named", bound=Tensor)
 
-def _name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
+
+def name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
     """Name this rank's parameters with layers numbered over the whole model; a stage's modules count from 0."""
+    return _number_layers(module, module.named_parameters())
+
+
+def _name_weights(module: GPTModel, model: ModelSpec) -> dict[str, Tensor]:
+    """Name this rank's parameters, then the buffers that the model states, as ``name_parameters`` does."""
+    buffers = _number_layers(module, module.named_buffers())
+    stated = {name: buffer for name, buffer in buffers.items() if name in model.weights}
+    return {**name_parameters(module), **stated}
+
+
+def _number_layers(module: GPTModel, tensors: Iterable[tuple[str, Named]]) -> dict[str, Named]:
     offset = cast(TransformerLayer, module.decoder.layers[0]).layer_number - 1
     shift = lambda match: f"decoder.layers.{int(match[1]) + offset}."  # noqa: E731
-    return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): p for name, p in module.named_parameters()}
+    return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): tensor for name, tensor in tensors}
 
 
 def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
@@ -105,14 +118,14 @@ def _read(folder: SafetensorsFolder, weight: Weight) -> tuple[Weight, list[Tenso
 
 @torch.no_grad()
 def load_weights(module: GPTModel, model: ModelSpec) -> None:
-    """Fill this rank's parameters from the model's folder; a critic's head that the folder lacks stays as it is, zero.
+    """Fill this rank's parameters and buffers from the model's folder; a critic's head that it lacks stays zero.
 
     Raises:
         ValueError: the folder lacks a weight, has an unknown one, or a weight has another shape than in the config.
     """
     folder = SafetensorsFolder(model.folder)
     folder.check(model)
-    for name, parameter in _name_parameters(module).items():
+    for name, parameter in _name_weights(module, model).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
         weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
         if any(n not in folder for n in weight.tensors):
@@ -136,12 +149,12 @@ def export_weights(
     """Yield ``(HF name, full tensor)`` of every weight, on every rank of the model-parallel group, one at a time.
 
     Args:
-        value_of: function of a parameter that returns the tensor to export, such as its gradient.
+        value_of: function of a parameter or buffer that returns the tensor to export, such as its gradient.
         only_helps: yield nothing and hand out this rank's parts of experts alone, which ranks of several replicas
             hold between them.
     """
     stages = cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
-    parameters = _name_parameters(module)
+    parameters = _name_weights(module, model)
     if model.tied:
         parameters.pop(OUTPUT, None)  # the last stage's copy of the embedding, which the first stage gives out
     names_by_stage: list[list[str]] = [[]] * stages.size()

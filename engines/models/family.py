@@ -35,6 +35,8 @@ class Family:
         scales_embedding: token embeddings are multiplied by sqrt(hidden), rounded to the type of the weights.
         extract_language: extracts the language model's settings from a whole config; None reads Qwen's form.
         mixes_windows: vLLM knows layers with a window and layers without one.
+        has_predictors: a folder may have layers after the last, which predict further tokens. They are neither read nor
+            written.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: prefix of the language model's weights in a saved folder.
         output: name of the output layer's weight in a saved folder, where it is not tied to the embedding.
@@ -54,6 +56,7 @@ class Family:
     scales_embedding: bool = False
     extract_language: Callable[[dict], dict] | None = None
     mixes_windows: bool = False
+    has_predictors: bool = False
     own_head_dim: bool = True
     prefix: str = "model."
     output: str = "lm_head.weight"

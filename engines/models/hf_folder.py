@@ -32,6 +32,8 @@ _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Names that config.json has for the type of the weights, now and in older transformers."""
+_PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Names that config.json has for the number of layers that predict further tokens."""
 _ROWS_AT_ONCE = 1024
 """Rows of two matrices that are compared at a time."""
 
@@ -81,7 +83,7 @@ class SafetensorsFolder:
         An output layer that a tied model has beside its embedding must be the same.
         """
         # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
-        names = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
+        names = {n for n in self._file_of if not n.endswith("rotary_emb.inv_freq") and not model.is_predictor(n)}
         optional = model.list_optional_hf_names()
         required = model.list_hf_names() - optional
         missing, extra = sorted(required - names), sorted(names - required - optional)
@@ -171,7 +173,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     """
     from safetensors.torch import save_file
 
-    stream = iter(weights)
+    stream, buffers = iter(weights), model.buffers
     if (first := next(stream, None)) is None:
         return []
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
@@ -184,7 +186,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
             raise ValueError(f"model: {name!r} is exported twice, or is no weight of {model.model_type!r}")
         pending[file][name] = tensor.detach().cpu().clone().contiguous()
         total += tensor.nbytes
-        dtypes.add(tensor.dtype)
+        dtypes |= set() if name in buffers else {tensor.dtype}
         if len(pending[file]) == len(split.filename_to_tensors[file]):
             save_file(pending.pop(file), target / file, metadata={"format": "pt"})
             (target / file).chmod(target.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
@@ -220,6 +222,8 @@ def _copy_settings(model: ModelSpec, target: Path, dtypes: set[torch.dtype]) -> 
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(Path(model.folder, name), target / name)
     config = _set_dtype(read_object(target / "config.json"), dtypes)
+    if model.family.has_predictors:
+        config |= {name: 0 for name in _PREDICTORS if name in config}
     if model.head == "value":
         config |= {"architectures": [model.architecture], "classifier_dropout": 0.0}
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}

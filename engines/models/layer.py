@@ -25,6 +25,15 @@ class DecoderSizes:
     head_dim: int
     vocab: int
 
+    def count_kv_heads(self, tp: int) -> int:
+        """Count the heads of keys and values on each of ``tp`` ranks; where there are fewer heads, several ranks
+        compute the same one."""
+        return max(1, self.kv_heads // tp)
+
+    def shares_kv_heads(self, tp: int) -> bool:
+        """Tell whether each of ``tp`` ranks gets as many heads of keys and values, or each head as many ranks."""
+        return self.kv_heads % tp == 0 or tp % self.kv_heads == 0
+
 
 Piece = Callable[[DecoderSizes], tuple[Weight, ...]]
 """Some parameters of a decoder of given sizes; those of a layer are named within it."""

@@ -1,6 +1,7 @@
 """The shape of a model, read from a HuggingFace folder's config.json alone, before anything heavy starts."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -137,6 +138,11 @@ class ModelSpec(DecoderSizes):
         ropes = [kind.rope for kind in self.kinds]
         return tuple(rope for i, rope in enumerate(ropes) if rope not in ropes[:i])
 
+    @property
+    def rotary_dim(self) -> int:
+        """Number of a head's first entries that rotary embeddings turn, alike in all layers."""
+        return int(self.head_dim * self.ropes[0].get("partial_rotary_factor", 1))
+
     @cached_property
     def options(self) -> tuple[LayerOptions, ...]:
         """Options of each layer, which tell its rotary embedding among ``ropes`` too."""
@@ -174,7 +180,7 @@ class ModelSpec(DecoderSizes):
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        """Every parameter by Megatron's name, in the order of its modules, layers numbered over the whole model.
+        """Every parameter and buffer by Megatron's name, in its modules' order, layers numbered over the whole model.
 
         A tied output layer is not a parameter of its own.
         """
@@ -189,6 +195,11 @@ class ModelSpec(DecoderSizes):
         if self.vision:
             parameters += self.vision.weights()
         return {weight.name: weight for weight in parameters}
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """Names in a saved folder of the tensors that are buffers: they have no gradient, and are in fp32."""
+        return frozenset(name for weight in self.weights.values() if weight.is_buffer for name in weight.tensors)
 
     def find_weight(self, megatron_name: str) -> Weight:
         """Find the tensors that a Megatron parameter is joined from.
@@ -231,6 +242,11 @@ class ModelSpec(DecoderSizes):
     def _joined_in_module(self) -> dict[str, Weight]:
         return {weight.module: weight for weight in self.weights.values() if weight.module}
 
+    def is_predictor(self, name: str) -> bool:
+        """Tell whether a tensor of a folder is of a layer after the last, which predicts further tokens."""
+        place = re.match(rf"{re.escape(self.family.prefix)}layers\.(\d+)\.", name)
+        return self.family.has_predictors and place is not None and int(place[1]) >= self.layers
+
     def list_hf_names(self) -> set[str]:
         """List the tensors that a saved model of this shape has; a tied output layer is no tensor of its own."""
         return {name for weight in self.weights.values() for name in weight.tensors}
@@ -258,7 +274,7 @@ class ModelSpec(DecoderSizes):
             lengths: tokens of each sequence. computed_tokens: in all, where sequences share their beginnings.
         """
         lookup = 0 if self.tied else self.vocab * self.hidden
-        named = (weight for weight in self.weights.values() if weight.part == "language")
+        named = (w for w in self.weights.values() if w.part in ("language", "router") and not w.is_buffer)
         weights = sum(self._count_used(weight) for weight in named) - lookup
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
         pairs = sum(length**2 for length in lengths) / 2

@@ -11,8 +11,9 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 Head = Literal["language", "value"]
 """Kind of output that the last hidden states become: logits, or the value of a critic."""
-Part = Literal["vision", "projector", "language"]
-"""Parts of a vision-language model: the tower's blocks, what maps their features to tokens, and the language model."""
+Part = Literal["vision", "projector", "language", "router"]
+"""Parts of a model that can be frozen: a vision tower's blocks, the layers that map their features to tokens, the
+language model, and of it the routers of experts alone."""
 Join = Literal[
     "whole", "qkv", "gated", "vocabulary", "experts", "gated_experts", "fused_experts", "fused_gated_experts"
 ]
@@ -22,7 +23,7 @@ Way = Literal["tp", "ep", "etp"]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of Megatron's, and the tensors of HuggingFace's that it is joined from along their first axis.
+    """A parameter or buffer of Megatron's, and HuggingFace's tensors that it is joined from along their first axis.
 
     Attributes:
         name: Megatron's. A family names it within its layer, a ``ModelSpec`` within the model.
@@ -35,6 +36,7 @@ class Weight:
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
         module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
             folder; empty where it is.
+        is_buffer: no gradient reaches it, no optimizer has it, and it is in fp32 at every dtype of the model.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Weight:
     cut: dict[int, Way] = field(default_factory=dict)
     part: Part = "language"
     module: str = ""
+    is_buffer: bool = False
 
     def within(self, place: str, hf_place: str) -> Weight:
         """Name the same parameter from further out, on both sides."""

@@ -85,7 +85,7 @@ def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
     def draw(changed=(), padding: float = 0.0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         local = []
-        for heads in (model.heads // tp, model.kv_heads // tp, model.kv_heads // tp):
+        for heads in (model.heads // tp, *[model.count_kv_heads(tp)] * 2):
             flat = torch.randn(sum(case.lengths), heads, model.head_dim, generator=generator)
             if local:  # the query of a token moves nothing but its own row
                 flat[torch.as_tensor(changed, dtype=torch.long)] += _LOUD
@@ -269,8 +269,8 @@ def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dic
     """
     _gather_buffers(engine)
     gradient = lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)  # noqa: E731 (a frozen one has none)
-    exported = export_weights(engine.decoder, engine.model, gradient)
-    return {name: tensor.clone().cpu() for name, tensor in exported if not names or name in names}
+    exported, buffers = export_weights(engine.decoder, engine.model, gradient), engine.model.buffers
+    return {n: g.clone().cpu() for n, g in exported if n not in buffers and (not names or n in names)}
 
 
 def _list_gradients(engine: MegatronEngine) -> list[tuple[Tensor, Tensor]]:

@@ -106,7 +106,7 @@ class ReadBack:
             sums = torch.zeros(shape[0], dtype=torch.int64)
             for start in range(0, len(places), _UNIT_VECTORS):
                 part = slice(start, start + _UNIT_VECTORS)
-                units = torch.zeros(len(places[part]), shape[1], dtype=self._dtype)
+                units = torch.zeros(len(places[part]), shape[1], dtype=kept.dtype)  # a router's may be in fp32
                 units[torch.arange(len(units)), torch.from_numpy(places[part])] = 1
                 product: Tensor = user.quant_method.apply(user, units)  # [vectors, rows]
                 sums += sum_columns(product.t(), np.arange(len(units)), columns[part], self._dtype)

@@ -22,30 +22,51 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 from hardware.megatron.form import Experts
 from hardware.megatron.marks import mark_experts, mark_sequence_parallel
 
+_LEAST_SUM = 1e-20
+"""Added to the sum by which weights are divided: sigmoids of very small logits may all be 0."""
+
 
 class Router(torch.nn.Module):
-    """Chooses the experts of each token by a softmax over all, in fp32. ``weight`` is ``[experts, h]``.
+    """Chooses the experts of each token by their scores, in fp32. ``weight`` is ``[experts, h]``.
 
     Attributes:
         load: ``[experts]`` long, tokens of this rank that chose each expert, over all passes with a gradient.
+        bias: ``[experts]`` float32 at every dtype of the model, added to the scores for the choice alone; None without.
     """
 
     load: Tensor
+    bias: Tensor | None
 
     def __init__(self, config, experts: Experts):
         super().__init__()
         self.register_buffer("load", torch.zeros(experts.count, dtype=torch.long), persistent=False)
         self.weight = torch.nn.Parameter(torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype))
         mark_sequence_parallel([self.weight], config)
-        self.chosen, self.is_normed = experts.chosen, experts.is_normed
+        self.register_buffer("bias", torch.zeros(experts.count, dtype=torch.float32) if experts.has_bias else None)
+        self.mixture = experts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
-        scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
-        weights, numbers = scores.topk(self.chosen, dim=-1)
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(dim=-1) if self.mixture.score == "softmax" else logits.sigmoid()
+        numbers = self._choose(scores.detach())
+        weights = scores.gather(1, numbers)
         if torch.is_grad_enabled():  # of a layer that is recomputed, the first pass has no gradient
             self.load.scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
-        return (weights / weights.sum(dim=-1, keepdim=True) if self.is_normed else weights), numbers
+        if self.mixture.is_normed:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        return (weights * self.mixture.scale if self.mixture.scale != 1 else weights), numbers
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Choose experts by their scores ``[n, experts]``: numbers ``[n, k]``, as in DeepSeek-V3 (arXiv:2412.19437)."""
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.mixture.open_groups < self.mixture.groups:
+            grouped = scores.unflatten(1, (self.mixture.groups, -1))  # [n, groups, experts of a group]
+            best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.mixture.open_groups, dim=-1).indices
+            is_shut = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            scores = grouped.masked_fill(is_shut[..., None], -torch.inf).flatten(1)
+        return scores.topk(self.mixture.chosen, dim=-1).indices
 
 
 def measure_load(routers: Sequence[Router], device: torch.device) -> tuple[float, float]:
@@ -58,14 +79,28 @@ def measure_load(routers: Sequence[Router], device: torch.device) -> tuple[float
     """
     ends = torch.full((2,), -torch.inf, device=device)
     if routers:
-        tokens = torch.stack([router.load for router in routers])  # [layers, experts]
-        # Each rank of a stage has tokens of its own: tensor-parallel ranks have parts of the sequences.
-        dist.all_reduce(tokens, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        tokens = _sum_load(routers)
         loads = tokens.float() * tokens.shape[1] / tokens.sum(dim=1, keepdim=True).clamp(min=1)
         ends = torch.stack([-loads.amin(), loads.amax()])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     smallest, largest = ends.tolist()
     return -smallest, largest
+
+
+def move_biases(routers: Sequence[Router], rate: float) -> None:
+    """Move the bias of each expert by ``rate``: up where its load is below the mean of its layer, down where above
+    (Wang et al., arXiv:2408.15664). Collective over the ranks of a pipeline stage."""
+    moved = [router for router in routers if router.bias is not None]
+    for router, tokens in zip(moved, _sum_load(moved).float() if moved else (), strict=True):
+        cast(Tensor, router.bias).add_((tokens.mean() - tokens).sign(), alpha=rate)
+
+
+def _sum_load(routers: Sequence[Router]) -> Tensor:
+    """Sum the load over the ranks of a pipeline stage: ``[layers, experts]`` long. Collective over them."""
+    tokens = torch.stack([router.load for router in routers])
+    # Each rank of a stage has tokens of its own: tensor-parallel ranks have parts of the sequences.
+    dist.all_reduce(tokens, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    return tokens
 
 
 class GroupedExperts(MegatronModule):
@@ -112,17 +147,20 @@ class GroupedExperts(MegatronModule):
 
 
 class SharedExpert(MegatronModule):
-    """An MLP that every token goes through, its output scaled by the sigmoid of ``gate_weight [1, h]``."""
+    """An MLP that every token goes through, its output times the sigmoid of ``gate_weight [1, h]`` or as it is."""
 
-    def __init__(self, config, mlp: ModuleSpec):
+    def __init__(self, config, mlp: ModuleSpec, has_gate: bool):
         super().__init__(config)
-        self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
-        mark_sequence_parallel([self.gate_weight], config)
+        self.gate_weight = None
+        if has_gate:
+            self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+            mark_sequence_parallel([self.gate_weight], config)
         self.mlp = build_module(mlp, config=config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute ``[s, b, h] -> [s, b, h]``."""
-        return F.linear(hidden, self.gate_weight).sigmoid() * self.mlp(hidden)[0]
+        found = self.mlp(hidden)[0]
+        return found if self.gate_weight is None else F.linear(hidden, self.gate_weight).sigmoid() * found
 
 
 class ExpertLayer(MegatronModule):
@@ -138,7 +176,7 @@ class ExpertLayer(MegatronModule):
         self.group = cast(ProcessGroup, mpu.get_expert_tensor_and_model_parallel_group())
         own = copy(config)
         own.ffn_hidden_size = experts.shared  # Megatron's MLP reads it from here
-        self.shared = SharedExpert(own, mlp) if experts.shared else None
+        self.shared = SharedExpert(own, mlp, experts.gates_shared) if experts.shared else None
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_) -> tuple[Tensor, None]:
         """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.

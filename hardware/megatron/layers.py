@@ -125,10 +125,17 @@ class CoreAttention(MegatronModule, ABC):
             )
         inputs = packed_seq_params
         cos, sin = (x[self.rotary_kind] for x in inputs.rotary)
-        query, key = self.rotate(query, (cos, sin)), self.rotate(key, (cos, sin))
+        query, key = (self._rotate_first(x, (cos, sin)) for x in (query, key))
         if self.cp_group.size() > 1:
             key, value = gather_keys_values(key, value, self.cp_group)
         return self.attend(query, key, value, inputs.plan, inputs.spec.get_rule(self.layer_number))
+
+    def _rotate_first(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate as many of a head's first entries as there are cosines, and leave the rest."""
+        turned = rotary[0].shape[-1]
+        if turned == x.shape[-1]:
+            return self.rotate(x, rotary)
+        return torch.cat([self.rotate(x[..., :turned], rotary), x[..., turned:]], dim=-1)
 
     def rotate(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate queries or keys; a platform with a kernel for it overrides this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the kinds are named by settings, which are read before anyt
     from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl"]
-TinyText = Literal["qwen2", "mistral", "phi3", "qwen3_moe"]
+TinyText = Literal["qwen2", "mistral", "phi3", "qwen3_moe", "glm4_moe"]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
 
@@ -29,11 +29,15 @@ _LANGUAGE: dict[str, Any] = dict(
     max_position_embeddings=256,
 )
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GLM_EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GLM_EXPERTS |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+"""Experts of a tiny GLM-4.5, in which each part of the choice among them shows."""
 _TEXT: dict[TinyText, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": 24},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
     "qwen3_moe": {"head_dim": 32} | _EXPERTS,
+    "glm4_moe": GLM_EXPERTS | {"tied": False, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
@@ -327,7 +331,7 @@ def _seed(seed: int) -> None:
 
 def save_apart(model: PreTrainedModel, folder: str | Path, apart: float = 0.1) -> str:
     """Save a new model with random changes to its biases and norms, which are equal when new: a swapped pair would go
-    unseen.
+    unseen. Some biases are buffers.
 
     Args:
         apart: standard deviation of the changes.
@@ -335,7 +339,7 @@ def save_apart(model: PreTrainedModel, folder: str | Path, apart: float = 0.1) -
     import torch
 
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in chain(model.named_parameters(), model.named_buffers()):
             if name.endswith("bias") or "norm" in name or "ln_q" in name:
                 parameter.add_(apart * torch.randn_like(parameter))
     model.save_pretrained(folder)

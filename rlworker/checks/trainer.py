@@ -299,7 +299,7 @@ def _cut_names(trainer: CheckedTrainer, reference: Reference) -> Iterator[list[s
     """Cut the names of gradients that are compared into parts of about ``_GRADIENTS_AT_ONCE`` elements."""
     names, size = [], 0
     for name, want in reference.gradients.items():
-        if trainer.model.find_part(name) in trainer.settings.freeze:
+        if trainer.settings.freezes(trainer.model.find_part(name)):
             continue
         if names and size + want.numel() > _GRADIENTS_AT_ONCE:
             yield names

@@ -102,6 +102,8 @@ def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     platform, tp = get_platform(config.platform), config.rollout.tp
     sizes = MegatronConfig(ranks=tp, tp=tp, etp=tp if model.experts else 1)  # vLLM cuts each expert, too
     weights = sum(parameter.numbers for parameter in list_parameters(model, sizes, 0))
+    copied = model.count_kv_heads(tp) - model.kv_heads / tp  # heads of keys and values, where devices have the same
+    weights += int(2 * copied * model.layers * model.head_dim * model.hidden)
     cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
     memory = RankMemory(weights * get_itemsize(config.rollout.dtype), 0, 0, cache)
     return Need("rollout engines" if tp == 1 else "rollout devices", config.rollout.devices, {"rollout": memory})

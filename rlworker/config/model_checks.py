@@ -98,7 +98,7 @@ def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> N
     if rollout.vllm or model.rules != (CAUSAL,):
         return  # a pass-through or a window may change the memory of a token
     block = platform.rollout_block_tokens
-    heads = model.kv_heads // rollout.tp
+    heads = model.count_kv_heads(rollout.tp)
     token = 2 * model.layers * heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
     blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself
     need, have = math.ceil(blocks * block * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb

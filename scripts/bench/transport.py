@@ -85,14 +85,14 @@ def send_stage(worker) -> None:
 
     import torch
 
-    from engines.megatron.weights import _name_parameters, _split, _unshard
+    from engines.megatron.weights import _split, _unshard, name_parameters
     from engines.models.weight import OUTPUT
     from engines.weight_sync import pack_buckets
 
     engine, (group,), works = worker.engines["actor"], worker.stage_groups, []
 
     def export():
-        for name, parameter in _name_parameters(engine.decoder).items():
+        for name, parameter in name_parameters(engine.decoder).items():
             if not (engine.model.tied and name == OUTPUT):
                 weight = engine.model.find_weight(name)
                 whole = _unshard(weight, parameter.data)

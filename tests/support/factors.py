@@ -17,7 +17,7 @@ MORE_EXPERT_SIZES = (
     "PP2-TP2-EP2",
 )
 MORE_EXPERT_SIZES += ("CP2-DP2-EP4", "CP2-TP2-EP2", "CP2-PP2-EP2", "CP2-TP2-EP2-ETP2", "DP4-EP2")
-EXPERT_FAMILIES = ("qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "mixtral")
+EXPERT_FAMILIES = ("qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "mixtral", "glm4_moe")
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "internvl")
 IMAGE_EXPERT_FAMILIES = ("qwen3_vl_moe",)
 """Families with images and experts: those of the dense family, and experts beside."""

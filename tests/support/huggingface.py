@@ -75,9 +75,10 @@ def name_gradients(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]
 
 
 def name_weights(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:
-    """Map the folder's names of weights to their values, without a copy."""
+    """Map the folder's names of weights and saved buffers to their values, without a copy."""
     parts = (spec.split_parameter(name, parameter.detach()) for name, parameter in model.named_parameters())
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in spec.buffers}
+    return {name: tensor for part in parts for name, tensor in part.items()} | buffers
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlworker.checks.tiny_models import LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
+from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -28,12 +28,21 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 48}),  # not hidden / heads
     # Sliding windows on the upper half of the layers.
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    # A head of keys and values that all tensor-parallel ranks share.
+    "qwen2-one-head": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen3-one-head": ("qwen3", {"head_dim": 48, "num_key_value_heads": 1}),
     "llama-rope3": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
     "gemma3_text": ("gemma3_text", _GEMMA),
     "mistral": ("mistral", {"head_dim": 48, "sliding_window": 5}),  # on every layer
     "phi3": ("phi3", {}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 48} | _EXPERTS),
     "qwen2_moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
+    "glm4_moe": ("glm4_moe", GLM_EXPERTS | {"head_dim": 48, "attention_bias": True, "use_qk_norm": True}),
+    # As GLM-4.5-Air: no norms of queries and keys, all experts in one group.
+    "glm4_moe-air": (
+        "glm4_moe",
+        GLM_EXPERTS | {"head_dim": 32, "attention_bias": True, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
     # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
     # Experts on the first half of the layers or on the second, so that a pipeline stage may have none.

@@ -61,18 +61,22 @@ def _count_layer(
 
     Tensors of the hidden size's width are split over tp by sequence parallelism, all other tensors by heads or columns.
     Values are a view into the projection's output, which therefore stays whole, unless context parallelism gathers
-    them. The MLP keeps the two halves of its projection, the factors of its product (the activation of the first half,
-    and the second half), and the product; a fused MLP keeps the projection and the product. A rotation that keeps its
-    input keeps the queries, and the keys where a norm made them.
+    them; where ranks share a head of keys and values it is the output of all ranks. The MLP keeps the two halves of its
+    projection, the factors of its product (the activation of the first half, and the second half), and the product; a
+    fused MLP keeps the projection and the product. A rotation that keeps its input keeps the queries, and the keys
+    where a norm made them.
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
-    query, key = (heads * model.head_dim * size * slots for heads in (model.heads, model.kv_heads))
+    kv_heads = model.count_kv_heads(config.tp) * config.tp  # over all ranks, of which several may have the same
+    query, key = (heads * model.head_dim * size * slots for heads in (model.heads, kv_heads))
     # A norm that scales by 1 + weight computes in fp32 and multiplies by hand: both tensors are kept.
     norm_input = (2 * FP32 if options.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
     hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
     before, core_input = query + 2 * key, query
+    if config.tp > model.kv_heads:
+        before = (model.heads + 2 * model.kv_heads) * model.head_dim * size * slots * config.tp
     if model.qk_norm:  # a fused norm keeps its input, which for keys is a view into a kept tensor
-        queries, keys = (heads * model.head_dim * norm_input for heads in (model.heads, model.kv_heads))
+        queries, keys = (heads * model.head_dim * norm_input for heads in (model.heads, kv_heads))
         before += queries + keys - (key if kernels.keeps_own_input(size) else 0)
         core_input += key
     elif config.cp > 1 and config.recompute != "core" and not kernels.keeps_unrotated:
@@ -90,8 +94,9 @@ def _count_layer(
     if options.experts:
         shared = options.experts.shared
         mlp = _count_experts(options.experts, model.hidden, size, config.etp) * slots
-        # With the gate and the output that it scales, and the input, of which the router has a copy.
-        mlp += (halves * shared + 2 * model.hidden + 1) * size * slots if shared else 0
+        # With the input, of which the router has a copy, and the gate and the output that it scales.
+        gate = model.hidden + 1 if options.experts.gates_shared else 0
+        mlp += (halves * shared + model.hidden + gate) * size * slots if shared else 0
     return _Layer(
         input=hidden,
         norms=2 * norm + post_norms,
@@ -148,7 +153,7 @@ def list_stage_options(model: ModelSpec, config: MegatronConfig, stage: int) -> 
 def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: MicroBatch, kernels: KernelMemory) -> Kept:
     """Count the bytes that autograd keeps. Stage i of p has p - i micro-batches in flight."""
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp
-    kept, again, loss = 2 * len(model.ropes) * model.head_dim * size * slots, 0.0, 0.0
+    kept, again, loss = 2 * len(model.ropes) * model.rotary_dim * size * slots, 0.0, 0.0
     for options, count in Counter(list_stage_options(model, config, stage)).items():
         layer = _count_layer(model, options, config, micro, kernels)
         if config.recompute == "core":  # when a layer's core is recomputed, later tensors of the layer are freed
@@ -170,7 +175,7 @@ def count_copied_slots(model: ModelSpec, config: MegatronConfig, kernels: Kernel
     """
     slot = count_kept(model, config, 0, MicroBatch(1), kernels).most
     layers = model.layers if config.recompute == "none" else 1  # in all micro-batches of stage 0 that are in flight
-    return 2 * model.kv_heads * model.head_dim / config.tp * get_itemsize(config.dtype) * layers / slot
+    return 2 * model.count_kv_heads(config.tp) * model.head_dim * get_itemsize(config.dtype) * layers / slot
 
 
 def estimate_activations(
@@ -197,7 +202,7 @@ def estimate_activations(
         return int(max(largest, head) + tower)
     kept = count_kept(model, config, stage, micro, kernels)
     sent = 0.0 if is_last else (config.pp - stage) * model.hidden * size * slots / tp  # on to the next stage
-    heads = model.heads // tp, model.kv_heads // tp
+    heads = model.heads // tp, model.count_kv_heads(tp)
     kernel = kernels.count_backward_bytes(slots, micro.slots, micro.sequences, *heads, model.head_dim, size)
     return int(kept.layers + sent + tower + max(kept.again + kernel, kept.loss + head))
 

@@ -6,13 +6,14 @@ hold the same experts. Activations are an estimate.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines.batch.balance import choose_largest
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
 from engines.models.spec import ModelSpec
-from engines.models.weight import EMBEDDING, OUTPUT, Part
+from engines.models.weight import EMBEDDING, OUTPUT, Part, Weight
 from hardware.attention.rules import compute_slot_unit
 from hardware.platform import KernelMemory
 
@@ -48,7 +49,8 @@ class RankMemory:
     """Memory of one rank, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: exact. activations: of the micro-batches in flight, estimated.
+        parameters, gradients, optimizer: exact, the first with the buffers that a folder has. activations: of the
+            micro-batches in flight, estimated.
         host: exact; in the host's memory, and no part of the total.
         is_visiting: the parameters are on the host but while the model computes, of which ``host`` has the bytes.
     """
@@ -75,17 +77,30 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     """List a pipeline stage's parameters on each of its tensor-parallel ranks, in Megatron's order."""
     copied = model.tied and config.pp > 1
     parameters = []
+    for weight in _list_weights(model, config, stage):
+        if not weight.is_buffer:
+            shared, is_expert = copied and weight.name == EMBEDDING, "ep" in weight.cut.values()
+            shape = weight.cut_shape(config.cut_sizes)
+            parameters.append(Parameter(weight.name, shape, weight.part, shared, is_expert))
+    if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
+        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.cut_sizes), shared=True))
+    return parameters
+
+
+def count_buffers(model: ModelSpec, config: MegatronConfig, stage: int) -> int:
+    """Count the bytes of the buffers of a pipeline stage that a folder has, which every rank of the stage holds."""
+    buffers = [weight for weight in _list_weights(model, config, stage) if weight.is_buffer]
+    return sum(FP32 * math.prod(weight.cut_shape(config.cut_sizes)) for weight in buffers)
+
+
+def _list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Iterator[Weight]:
     for name, weight in model.weights.items():
         if name.startswith("decoder.layers."):
             owner = int(name.split(".")[2]) // (model.layers // config.pp)
         else:
             owner = 0 if name.startswith(("embedding.", "vision.")) else config.pp - 1
         if owner == stage:
-            shared, is_expert = copied and name == EMBEDDING, "ep" in weight.cut.values()
-            parameters.append(Parameter(name, weight.cut_shape(config.cut_sizes), weight.part, shared, is_expert))
-    if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
-        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.cut_sizes), shared=True))
-    return parameters
+            yield weight
 
 
 def compute_rank_memory(
@@ -109,11 +124,12 @@ def compute_rank_memory(
         parameters: the stage's, where they were listed before.
     """
     parameters, size = parameters or list_parameters(model, config, stage), get_itemsize(config.dtype)
-    numbers = sum(parameter.numbers for parameter in parameters)
+    numbers, buffers = sum(parameter.numbers for parameter in parameters), count_buffers(model, config, stage)
     activations = estimate_activations(model, config, stage, micro, kernels, trainable)
     if not trainable:
-        return RankMemory(numbers * size, 0, 0, activations, numbers * size if cpu_offload else 0, cpu_offload)
-    learning = [parameter for parameter in parameters if parameter.part not in config.freeze]
+        host = numbers * size if cpu_offload else 0
+        return RankMemory(numbers * size + buffers, 0, 0, activations, host, cpu_offload)
+    learning = [parameter for parameter in parameters if not config.freezes(parameter.part)]
     frozen = numbers - sum(parameter.numbers for parameter in learning)
     buffer = state = offloaded = 0
     for is_expert, apart in ((False, config.tp), (True, config.cut_sizes["ep"] * config.cut_sizes["etp"])):
@@ -131,7 +147,7 @@ def compute_rank_memory(
         on_host = sum(moments[place] for place in choose_largest(moments, config.optimizer.offload_fraction))
         buffer, state, offloaded = buffer + buckets[-1][1], state + sum(moments) - on_host, offloaded + on_host
     state *= (2 if config.dtype == "float32" else 3) * FP32
-    return RankMemory((buffer + frozen) * size, buffer * FP32, state, activations, offloaded * _OFFLOADED)
+    return RankMemory((buffer + frozen) * size + buffers, buffer * FP32, state, activations, offloaded * _OFFLOADED)
 
 
 def _buffer(parameters: list[Parameter], ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -175,10 +175,46 @@ def test_experts_over_more_ranks(compare, size, layout):
     compare(size, family, False, {"layout": layout} | settings)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", EXPERT_SIZES + MORE_EXPERT_SIZES)
+def test_experts_chosen_with_a_bias_over_ranks(compare, size, layout):
+    settings = {"recompute": "full"} if layout == "thd" else MICRO["split"]
+    compare(size, "glm4_moe", False, {"layout": layout} | settings)
+
+
+def test_experts_in_one_group(compare):
+    compare("one", "glm4_moe-air", False, {})
+
+
 @matrix({"size": TWO_RANKS, "layout": LAYOUTS, "recompute": ("none", "core", "full")})
 def test_sliding_window(compare, size, layout, recompute):
     """Two pipeline micro-batches with different masks, a window on the upper layers only."""
     compare(size, "qwen2-window", False, {"layout": layout, "recompute": recompute, "micro_batch_tokens": 48})
+
+
+@pytest.mark.parametrize(
+    ("size", "family"),
+    [
+        ("TP2", "qwen3-one-head"),
+        *(
+            pytest.param(*case, marks=pytest.mark.large)
+            for case in (
+                ("TP2", "qwen2-one-head"),
+                ("TP2-CP2", "qwen2-one-head"),
+                ("TP2-PP2", "qwen3-one-head"),
+                ("TP4", "qwen2"),
+                ("TP4", "qwen3"),
+                ("TP4", "gemma3_text"),
+                ("TP4-EP2", "qwen3_moe"),
+                ("TP4-EP2-ETP2", "glm4_moe"),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_a_head_of_keys_and_values(compare, size, family, layout):
+    compare(size, family, False, {"layout": layout} | (MICRO["split"] if layout == "bshd" else {"recompute": "core"}))
 
 
 def test_scaled_rotary(compare):

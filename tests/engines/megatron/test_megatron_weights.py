@@ -35,12 +35,15 @@ def export(engine):
     [
         ("qwen2", {"tp": 2}, True),
         ("qwen2", {"pp": 2}, False),
+        ("qwen2-one-head", {"tp": 2}, False),  # which the ranks share
         ("phi3", {"tp": 2}, False),  # whose projections are fused
         ("qwen3_moe", {"tp": 2, "ep": 2}, False),
         ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
         ("qwen3_vl_moe", {"ep": 2}, False),  # whose experts are fused and transposed
         pytest.param("qwen3_vl_moe", {"tp": 2, "etp": 2}, False, marks=pytest.mark.large),
         pytest.param("mixtral", {"ep": 2}, False, marks=pytest.mark.large),
+        pytest.param("glm4_moe", {"tp": 2, "ep": 2}, False, marks=pytest.mark.large),  # with biases of experts
+        pytest.param("glm4_moe", {"pp": 2}, False, marks=pytest.mark.large),
     ],
     ids=str,
 )
@@ -104,7 +107,7 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
 
 
 RESUMES = [("DP2", "DP2"), ("TP2", "TP2"), ("TP2", "DP2"), ("DP2", "PP2"), ("CP2", "TP2")]
-MORE = [("DP4", "TP2-PP2"), ("TP2-CP2", "DP2-PP2"), ("DP2-PP2", "TP4")]
+MORE = [("DP4", "TP2-PP2"), ("TP2-CP2", "DP2-PP2"), ("DP2-PP2", "TP4"), ("TP4", "TP4"), ("TP4", "TP2-PP2")]
 OF_EXPERTS = [("TP2-EP2", size) for size in ("TP2-EP2", "DP2-EP2", "DP2", "PP2", "TP2-ETP2", "CP2-EP2")]
 OF_EXPERTS += [("DP2", "DP2-EP2"), ("TP2-DP2-EP2-ETP2", "PP2-DP2-EP2")]
 
@@ -120,13 +123,15 @@ def list_resumes(model: tuple[str, bool], cases: list, more: list) -> list:
         *list_resumes(("qwen2", True), RESUMES, MORE),
         *list_resumes(("qwen3_moe-dense", False), [("TP2-EP2", "DP2-ETP2")], [("TP2-EP2", "TP2-EP2")]),  # of two kinds
         *list_resumes(("qwen3_moe", False), [], OF_EXPERTS),
+        *list_resumes(("glm4_moe", False), [("one", "one")], OF_EXPERTS[:5]),
         *list_resumes(("qwen3_moe-late", False), [], [("PP2", "PP2"), ("PP2", "DP2")]),
         *list_resumes(("qwen3_moe-early", False), [], [("PP2", "PP2"), ("DP2", "PP2")]),
     ],
 )
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(pool_of, make_hf_model, tmp_path, model, first, then):
     """Two steps, save, two more; then load into a fresh engine of the same or other sizes and repeat the last two."""
-    before, after = parse_size(first), parse_size(then)
+    own = {"router_bias_rate": 1e-2} if model[0] == "glm4_moe" else {}
+    before, after = parse_size(first) | own, parse_size(then) | own
 
     def run(rank, world, first, second, folder, target, before, after):
         engine = build_engine(rank, world, first, folder, SETTINGS | before)

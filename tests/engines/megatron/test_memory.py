@@ -26,7 +26,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     from megatron.core import parallel_state as mpu
 
     from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
-    from engines.megatron.weights import _name_parameters
+    from engines.megatron.weights import name_parameters
     from engines.models.spec import ModelSpec
 
     model = ModelSpec.from_folder(folder, head)
@@ -42,14 +42,15 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     kept = [*masters, *(value for state in states for value in state.values())]
     held = {
         "parameters": sum(buffer.param_data.nbytes for buffer in buffers)
-        + sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad),
+        + sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
+        + sum(router.bias.nbytes for router in engine.routers if router.bias is not None),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
     }
     stage, place = mpu.get_pipeline_model_parallel_rank(), rank % (world // engine.config.pp)
     memory = compute_rank_memory(model, engine.config, stage, place, MicroBatch(), engine.platform.kernel_memory)
     planned = vars(memory)
-    parameters = [(name, tuple(p.shape)) for name, p in _name_parameters(engine.module.module).items()]
+    parameters = [(name, tuple(p.shape)) for name, p in name_parameters(engine.module.module).items()]
     wanted = [(p.name, p.shape) for p in list_parameters(model, engine.config, stage)]
     planned = {name: planned[name] for name in held}
     return {"held": held, "planned": planned, "parameters": parameters, "wanted": wanted}
@@ -65,18 +66,21 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"),
+    ("size", "family", "settings"),
     [
-        ("TP2-EP2", "bfloat16"),
+        ("TP2-EP2", "qwen3_moe", {"dtype": "bfloat16"}),
+        ("one", "glm4_moe", {"dtype": "bfloat16", "freeze": ("router",)}),
+        pytest.param("TP4", "qwen2", {}, marks=pytest.mark.large),  # which share two heads of keys and values
         *(
-            pytest.param(size, "float32", marks=pytest.mark.large)
+            pytest.param(size, family, {}, marks=pytest.mark.large)
             for size in ("DP2-EP2", "TP2-ETP2", "CP2", "TP2-DP2-EP2", "PP2-TP2-EP2")
+            for family in ("qwen3_moe", "glm4_moe")
         ),
     ],
 )
-def test_planned_bytes_of_experts(pool_of, make_hf_model, size, dtype):
-    settings = parse_size(size) | {"dtype": dtype}
-    for rank in pool_of(size).run(bytes_held, draw_address(), make_hf_model("qwen3_moe", False), settings, "language"):
+def test_planned_bytes_of_experts_and_shared_heads(pool_of, make_hf_model, size, family, settings):
+    settings = parse_size(size) | settings
+    for rank in pool_of(size).run(bytes_held, draw_address(), make_hf_model(family, False), settings, "language"):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
 
@@ -150,6 +154,12 @@ MORE_CASES = [
     ("qwen3_moe-dense", "one", {"recompute": "full"}),
     ("qwen2_moe", "one", {}),
     ("qwen3_moe", "TP2", {}),
+    ("qwen2-one-head", "TP2", {}),
+    ("qwen3-one-head", "TP2", {"dtype": "bfloat16"}),
+    ("qwen2", "TP4", {"recompute": "core"}),
+    ("glm4_moe", "one", {}),
+    ("glm4_moe", "one", {"dtype": "bfloat16"}),
+    ("glm4_moe-air", "TP2", {"recompute": "full"}),
 ]
 
 

@@ -61,10 +61,10 @@ def change(folder: str, seed: int) -> list[tuple[str, torch.Tensor]]:
     return [(name, weights[name] * 1.1 + 0.02 * torch.randn(weights[name].shape)) for name in names]
 
 
-def compare_over_syncs(folder: str, prompts, measured) -> None:
-    """Compare engines of one and two devices before an update, after one in many buckets, and after one of which the
-    first half came twice, of other weights the first time."""
-    one, two = start(folder, 1), start(folder, 2)
+def compare_over_syncs(folder: str, prompts, measured, devices: int = 2) -> None:
+    """Compare engines of one and several devices before an update, after one in many buckets, and after one of which
+    the first half came twice, of other weights the first time."""
+    one, two = start(folder, 1), start(folder, devices)
     differences = [compare_engines(one, two, prompts, seed) for seed in (1, 2)]
     before = draw(two, prompts, sampling(3))
     for worker in (one, two):
@@ -78,16 +78,22 @@ def compare_over_syncs(folder: str, prompts, measured) -> None:
         send(worker, change(folder, 7), 100_000)
     differences += [compare_engines(one, two, prompts, 4)]
     for columns in (0, 5):
-        assert find_unlike(two, change(folder, 7), columns) == set(), "of what both devices have"
+        assert find_unlike(two, change(folder, 7), columns) == set(), "of what all devices have"
         assert find_unlike(two, change(folder, 5), columns) == {name for name, _ in change(folder, 5)}
     end(one, two)
-    measured({"two devices against one": max(differences)})
+    measured({"several devices against one": max(differences)})
     assert max(differences) <= 1e-5
 
 
 @pytest.mark.large
 def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured):
     compare_over_syncs(make_hf_model("qwen2", True), PROMPTS, measured)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("name", "devices"), [("qwen2-one-head", 2), ("qwen2", 4)])
+def test_devices_that_share_a_head_of_keys_and_values(cluster, make_hf_model, measured, name, devices):
+    compare_over_syncs(make_hf_model(name, False), PROMPTS, measured, devices)
 
 
 @pytest.mark.large

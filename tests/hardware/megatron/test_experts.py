@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
@@ -111,16 +112,75 @@ def test_the_router_computes_in_fp32(one_rank):
     assert abs(weights[0][0] - float(by_hand)) < 1e-6
 
 
-def make_router():
+def make_router(**options):
     """A router by itself, which needs no process group."""
     from hardware.megatron.experts import Router
     from hardware.megatron.form import Experts
 
     torch.manual_seed(1)
     config = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False)
-    router = Router(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True))
+    router = Router(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True, **options))
     torch.nn.init.normal_(router.weight)
     return router
+
+
+def choose_by_loop(router, x, groups: int, open_groups: int) -> tuple[list[set[int]], list[dict[int, float]]]:
+    """Token by token: the experts of its open groups, and the weight of each chosen one, before they are scaled."""
+    opened, weights = [], []
+    for token in x:
+        scores = [float(torch.sigmoid(row @ token)) for row in router.weight]
+        ranks = [score + float(bias) for score, bias in zip(scores, router.bias, strict=True)]
+        members = [range(g * COUNT // groups, (g + 1) * COUNT // groups) for g in range(groups)]
+        by_best = sorted(members, key=lambda own: -sum(sorted((ranks[e] for e in own), reverse=True)[:2]))
+        opened.append({e for own in by_best[:open_groups] for e in own})
+        chosen = sorted(opened[-1], key=lambda e: -ranks[e])[:CHOSEN]
+        weights.append({e: scores[e] / sum(scores[other] for other in chosen) for e in chosen})
+    return opened, weights
+
+
+def choose_with_a_bias(rank, world, address):
+    start_process(rank)
+    router = make_router(score="sigmoid", scale=2.5, groups=3, open_groups=2, has_bias=True)
+    x, found = torch.randn(40, HIDDEN), []
+    for bias in (torch.zeros(COUNT), torch.linspace(-0.5, 0.5, COUNT)):
+        router.bias.copy_(bias)
+        with torch.no_grad():
+            weights, numbers = router(x)
+        chosen = [dict(zip(*row)) for row in zip(numbers.tolist(), weights.tolist(), strict=True)]
+        opened, by_loop = choose_by_loop(router, x, 3, 2)
+        plain = [set(((row @ router.weight.T).sigmoid() + bias).topk(CHOSEN).indices.tolist()) for row in x]
+        found.append((chosen, opened, by_loop, plain))
+    return found, list(router.state_dict())
+
+
+def test_groups_and_a_bias_choose_and_leave_the_weights(one_rank):
+    """Of three groups of two experts two are open, with and without a bias that grows with the expert's number."""
+    (without, with_bias), saved = one_rank.run(choose_with_a_bias, draw_address())[0]
+    for chosen, opened, by_loop, plain in (without, with_bias):
+        for got, want in zip(chosen, by_loop, strict=True):
+            assert got == pytest.approx({expert: 2.5 * weight for expert, weight in want.items()}, abs=1e-6)
+        assert all(set(got) <= own for got, own in zip(chosen, opened, strict=True))
+        assert any(set(got) != best for got, best in zip(chosen, plain, strict=True)), "groups close some experts"
+    moved = [set(a) != set(b) for a, b in zip(without[0], with_bias[0], strict=True)]
+    assert any(moved) and not all(moved)
+    assert saved == ["weight", "bias"]
+
+
+def move_by_hand(rank, world, address):
+    from hardware.megatron.experts import move_biases
+
+    make_layer(rank, world, address)  # groups of ranks
+    routers = [make_router(), *(make_router(has_bias=True) for _ in range(2))]
+    for router, counts in zip(routers, ([9] * 6, [4, 4, 4, 4, 4, 4], [0, 1, 2, 2, 3, 4]), strict=True):
+        router.load = torch.tensor(counts)
+    move_biases(routers, 0.25)
+    return [None if router.bias is None else router.bias.tolist() for router in routers]
+
+
+def test_a_bias_moves_towards_the_mean_load(one_rank):
+    none, balanced, apart = one_rank.run(move_by_hand, draw_address())[0]
+    assert none is None and balanced == [0] * 6
+    assert apart == [0.25, 0.25, 0, 0, -0.25, -0.25]
 
 
 def count_by_loop(router, x) -> list[int]:

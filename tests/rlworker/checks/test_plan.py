@@ -226,6 +226,10 @@ def test_experts_by_hand_and_the_nearest_sizes_that_hold_them(tmp_path):
     assert memory.parameters == pytest.approx(2 * (experts / 8 + dense), rel=1e-3)
     assert memory.optimizer == pytest.approx(12 * (experts / 8 / 2 + dense / 16), rel=2e-3)
     assert rollout.parameters == pytest.approx(2 * (experts + dense) / 4, rel=2e-3)
+    # Eight devices share four heads: each has one of keys and one of values, of 128 rows, where half would be its part.
+    shared = make_plan(replace(run, rollout=replace(run.rollout, tp=8)), models).needs[1].roles["rollout"]
+    routers, copied = 48 * 128 * 2048, 48 * 2 * 64 * 2048
+    assert shared.parameters == pytest.approx(2 * ((experts + dense - routers) / 8 + routers + copied), rel=1e-4)
     whole = replace(run, actor=replace(spread, ep=1))
     assert list_misfits(make_plan(whole, models), 80.0) and not list_misfits(plan, 80.0)
     assert find_nearest(whole, models, 80.0) == "--actor.ep 4"

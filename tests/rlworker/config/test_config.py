@@ -192,7 +192,7 @@ def test_scores_are_centered_by_no_more_tokens_than_there_are(make_hf_model):
     ("family", "tp", "message"),
     [
         ("qwen2", 3, "tp=3 does not divide the model's 4 attention heads"),
-        ("qwen2", 4, "tp=4 does not divide the model's 2 key-value heads"),
+        ("qwen2", 8, "tp=8 does not divide the model's 4 attention heads"),
     ],
 )
 def test_a_model_that_devices_cannot_share_is_refused(make_hf_model, family, tp, message):

@@ -108,6 +108,8 @@ def rename(name: str) -> str:
 def name_part(name: str) -> str:
     if "merger" in name or "multi_modal_projector" in name:
         return "projector"
+    if name.endswith(".mlp.gate.weight"):
+        return "router"
     return "vision" if "visual." in name or "vision_tower." in name else "language"
 
 

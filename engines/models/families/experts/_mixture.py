@@ -20,19 +20,24 @@ class Mixture:
         place: where a folder has them in a layer. names: a folder's names of gate, up and down projection.
         is_fused: a folder has one tensor of all experts' gates and up projections and one of their down projections,
             both transposed; else a tensor of each expert and projection.
+        shared_place: where a folder has the shared expert in a layer.
     """
 
     experts: Experts
     place: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     is_fused: bool = False
+    shared_place: str = "mlp.shared_expert"
 
     def __call__(self, model: DecoderSizes) -> tuple[Weight, ...]:
         hidden, gate = model.hidden, {f"{self.place}.gate.weight": (self.experts.count, model.hidden)}
         router = (
             Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-            Weight("mlp.router.weight", gate, module="mlp.gate.weight"),
+            Weight("mlp.router.weight", gate, module="mlp.gate.weight", part="router"),
         )
+        if self.experts.has_bias:
+            bias = {f"{self.place}.gate.e_score_correction_bias": (self.experts.count,)}
+            router += (Weight("mlp.router.bias", bias, is_buffer=True, part="router"),)
         return router + self._state_experts(hidden) + (self._state_shared(hidden) if self.experts.shared else ())
 
     def _state_experts(self, hidden: int) -> tuple[Weight, ...]:
@@ -54,10 +59,11 @@ class Mixture:
         )
 
     def _state_shared(self, hidden: int) -> tuple[Weight, ...]:
-        place, width, (*halves, down) = f"{self.place}.shared_expert", self.experts.shared, self.names
+        place, width, (*halves, down) = self.shared_place, self.experts.shared, self.names
         gated = {f"{place}.{name}.weight": (width, hidden) for name in halves}
+        gate = (Weight("mlp.shared.gate_weight", {f"{place}_gate.weight": (1, hidden)}),)
         return (
-            Weight("mlp.shared.gate_weight", {f"{place}_gate.weight": (1, hidden)}),
+            *(gate if self.experts.gates_shared else ()),
             Weight("mlp.shared.mlp.linear_fc1.weight", gated, "gated", {0: "tp"}),
             Weight("mlp.shared.mlp.linear_fc2.weight", {f"{place}.{down}.weight": (hidden, width)}, cut={1: "tp"}),
         )

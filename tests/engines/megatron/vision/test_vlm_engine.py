@@ -135,7 +135,7 @@ def test_what_cannot_be_built_is_refused(tmp_path, text, settings):
 
 
 def test_a_text_model_has_no_parts_to_freeze(make_hf_model):
-    with pytest.raises(ValueError, match="is for models with vision only; leave"):
+    with pytest.raises(ValueError, match="names parts of models with vision, and this is none; leave"):
         MegatronConfig(freeze=("vision",)).check_model(ModelSpec.from_folder(make_hf_model("qwen2", True)))
 
 
