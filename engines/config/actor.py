@@ -128,6 +128,17 @@ class MegatronConfig:
             from engines.pass_through import check_pass_through
 
             check_pass_through("megatron", self.megatron)
+        for name in self.router_losses:
+            value = self.megatron[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ValueError(
+                    f"actor: --actor.megatron has {name} {value!r}, expected a number of at least 0; leave it out for 0"
+                )
+
+    @property
+    def router_losses(self) -> list[str]:
+        """Coefficients of a router's losses that are passed on to Megatron."""
+        return [name for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if name in self.megatron]
 
     @property
     def dp(self) -> int:
@@ -181,11 +192,15 @@ class MegatronConfig:
             )
 
     def check_spread(self, model: ModelSpec) -> None:
-        """Raise ValueError if experts are to be spread and the actor has none; a model beside it may have none."""
+        """Raise ValueError if experts are to be spread or balanced and the actor has none, which others may lack."""
         if self.ep * self.etp > 1 and not model.experts:
             raise ValueError(
                 f"actor: ep={self.ep} and etp={self.etp} spread experts, and the model has none; leave --actor.ep and "
                 "--actor.etp out"
+            )
+        if self.router_losses and not model.experts:
+            raise ValueError(
+                f"actor: --actor.megatron has {self.router_losses[0]}, and the model has no router; leave it out"
             )
 
     def _check_experts(self, experts: Experts, hidden: int) -> None:

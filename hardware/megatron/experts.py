@@ -21,10 +21,14 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 
 from hardware.megatron.form import Experts
 from hardware.megatron.marks import mark_experts, mark_sequence_parallel
+from hardware.megatron.router_losses import AddedLoss, sum_balance_loss, sum_z_loss
 
 
 class Router(torch.nn.Module):
     """Chooses the experts of each token by a softmax over all, in fp32. ``weight`` is ``[experts, h]``.
+
+    A pass with a gradient adds the router's losses to those of the optimizer step: the means over the step's tokens,
+    times ``moe_aux_loss_coeff`` and ``moe_z_loss_coeff`` of Megatron's configuration. Their scale is ours.
 
     Attributes:
         load: ``[experts]`` long, tokens of this rank that chose each expert, over all passes with a gradient.
@@ -38,14 +42,29 @@ class Router(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype))
         mark_sequence_parallel([self.weight], config)
         self.chosen, self.is_normed = experts.chosen, experts.is_normed
+        self.balance, self.z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff or 0.0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
-        scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(dim=-1)
         weights, numbers = scores.topk(self.chosen, dim=-1)
         if torch.is_grad_enabled():  # of a layer that is recomputed, the first pass has no gradient
-            self.load.scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
+            counts = torch.zeros_like(self.load).scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
+            self.load += counts
+            weights = self._add_losses(weights, logits, scores, counts)
         return (weights / weights.sum(dim=-1, keepdim=True) if self.is_normed else weights), numbers
+
+    def _add_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+        """Add the losses, as sums over tokens, which Megatron divides by the step's tokens like all of the loss."""
+        losses = []
+        if self.balance:
+            # Ranks that have parts of one micro-batch.
+            dist.all_reduce(counts, group=mpu.get_tensor_and_context_parallel_group())
+            losses.append(self.balance * sum_balance_loss(scores, counts, self.chosen))
+        if self.z:
+            losses.append(self.z * sum_z_loss(logits))
+        return cast(Tensor, AddedLoss.apply(weights, sum(losses))) if losses else weights
 
 
 def measure_load(routers: Sequence[Router], device: torch.device) -> tuple[float, float]:

@@ -90,6 +90,8 @@ def _count_layer(
     if options.experts:
         shared = options.experts.shared
         mlp = _count_experts(options.experts, model.hidden, size, config.etp) * slots
+        if config.megatron.get("moe_z_loss_coeff"):  # logits, and the logarithm of their sum
+            mlp += (options.experts.count + 1) * FP32 * slots
         # With the gate and the output that it scales, and the input, of which the router has a copy.
         mlp += (halves * shared + 2 * model.hidden + 1) * size * slots if shared else 0
     return _Layer(

@@ -279,6 +279,13 @@ def test_an_actor_without_experts_spreads_none(make_hf_model):
     with pytest.raises(ValueError, match=r"ep=2 and etp=1 spread experts, and the model has none; leave --actor.ep"):
         spread.check_spread(dense)
     spread.check_spread(ModelSpec.from_folder(make_hf_model("qwen3_moe", False)))
+    balanced = MegatronConfig(megatron={"moe_aux_loss_coeff": 0.01})
+    with pytest.raises(ValueError, match="has moe_aux_loss_coeff, and the model has no router; leave it out"):
+        balanced.check_spread(dense)
+    balanced.check_spread(ModelSpec.from_folder(make_hf_model("qwen3_moe", False)))
+    for value in (-0.1, "high", True):
+        with pytest.raises(ValueError, match=r"moe_aux_loss_coeff .*, expected a number of at least 0"):
+            MegatronConfig(megatron={"moe_aux_loss_coeff": value})
 
 
 def test_experts_of_other_widths_are_refused(make_hf_model):

@@ -117,7 +117,8 @@ def make_router():
     from hardware.megatron.form import Experts
 
     torch.manual_seed(1)
-    config = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False)
+    losses = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    config = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False, **losses)
     router = Router(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True))
     torch.nn.init.normal_(router.weight)
     return router
