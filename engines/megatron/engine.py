@@ -32,7 +32,7 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
-from hardware.megatron.experts import Router, measure_load
+from hardware.megatron.experts import Router, measure_routing
 from hardware.platform import Platform
 
 
@@ -121,8 +121,8 @@ class MegatronEngine:
             with record_function("optimizer_step"):
                 _, grad_norm, _ = cast(tuple, self.optimizer.step())
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        load = measure_load(self.routers, self.device) if self.model.experts else None
-        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, load)
+        routing = measure_routing(self.routers, self.transformer, self.device) if self.model.experts else {}
+        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, routing)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
         """Join the outputs of the real micro-batches to ``[N]``; dummy micro-batches come last and are left out.
@@ -153,8 +153,10 @@ class MegatronEngine:
             return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
-        for router in self.routers:
-            router.load.zero_()
+        if self.model.experts:
+            computed = self._sum_over_replicas(shard.count_computed())
+            for router in self.routers:
+                router.start_step(step_tokens / computed)
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self.run(shard, loss_of, forward_only=False), parts

@@ -27,22 +27,37 @@ from hardware.megatron.router_losses import AddedLoss, sum_balance_loss, sum_z_l
 class Router(torch.nn.Module):
     """Chooses the experts of each token by a softmax over all, in fp32. ``weight`` is ``[experts, h]``.
 
-    A pass with a gradient adds the router's losses to those of the optimizer step: the means over the step's tokens,
-    times ``moe_aux_loss_coeff`` and ``moe_z_loss_coeff`` of Megatron's configuration. Their scale is ours.
+    A pass with a gradient adds the router's losses to those of the optimizer step: means over the tokens that the
+    router sees in the step, times ``moe_aux_loss_coeff`` and ``moe_z_loss_coeff`` of Megatron's configuration.
 
     Attributes:
         load: ``[experts]`` long, tokens of this rank that chose each expert, over all passes with a gradient.
+        losses: ``[2]`` float32, the auxiliary and the z-loss over those passes, as sums over this rank's tokens.
     """
 
     load: Tensor
+    losses: Tensor
 
     def __init__(self, config, experts: Experts):
         super().__init__()
         self.register_buffer("load", torch.zeros(experts.count, dtype=torch.long), persistent=False)
+        self.register_buffer("losses", torch.zeros(2), persistent=False)
         self.weight = torch.nn.Parameter(torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype))
         mark_sequence_parallel([self.weight], config)
         self.chosen, self.is_normed = experts.chosen, experts.is_normed
         self.balance, self.z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff or 0.0
+        self._scale = 1.0
+
+    def start_step(self, scale: float) -> None:
+        """Forget the load and the losses of the step before.
+
+        Args:
+            scale: tokens by which the loss of the step is divided, over tokens that the router will see. Samples of a
+                prompt share its tokens here, and each has them there.
+        """
+        self._scale = scale
+        self.load.zero_()
+        self.losses.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
@@ -56,35 +71,45 @@ class Router(torch.nn.Module):
         return (weights / weights.sum(dim=-1, keepdim=True) if self.is_normed else weights), numbers
 
     def _add_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
-        """Add the losses, as sums over tokens, which Megatron divides by the step's tokens like all of the loss."""
-        losses = []
+        """Add the losses as sums over tokens, which Megatron divides as it divides all of the loss."""
+        balance = z = logits.new_zeros(())
         if self.balance:
-            # Ranks that have parts of one micro-batch.
-            dist.all_reduce(counts, group=mpu.get_tensor_and_context_parallel_group())
-            losses.append(self.balance * sum_balance_loss(scores, counts, self.chosen))
+            # Replicas have equally many micro-batches: what they compute at once is one, whatever their number.
+            dist.all_reduce(counts, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
+            balance = sum_balance_loss(scores, counts, self.chosen)
         if self.z:
-            losses.append(self.z * sum_z_loss(logits))
-        return cast(Tensor, AddedLoss.apply(weights, sum(losses))) if losses else weights
+            z = sum_z_loss(logits)
+        if not self.balance and not self.z:
+            return weights
+        self.losses += torch.stack([balance, z]).detach()
+        return cast(Tensor, AddedLoss.apply(weights, self._scale * (self.balance * balance + self.z * z)))
 
 
-def measure_load(routers: Sequence[Router], device: torch.device) -> tuple[float, float]:
-    """Measure the smallest and the largest load of an expert over all layers. Collective over all ranks.
+def measure_routing(routers: Sequence[Router], config, device: torch.device) -> dict[str, float]:
+    """Measure what the routers of all layers did since the step began, as metrics. Collective over all ranks.
 
-    The load is the number of tokens of the expert, divided by the mean of its layer's experts.
+    They are the smallest and the largest load of an expert: its tokens, divided by the mean of its layer's experts; and
+    of the losses that have a coefficient, without it, the mean over layers and tokens.
 
     Args:
-        routers: of the layers of this pipeline stage; there may be none.
+        routers: of the layers of this pipeline stage; there may be none. config: Megatron's, as the routers have it.
     """
-    ends = torch.full((2,), -torch.inf, device=device)
+    ends, sums = torch.full((2,), -torch.inf, device=device), torch.zeros(3, device=device, dtype=torch.float64)
     if routers:
         tokens = torch.stack([router.load for router in routers])  # [layers, experts]
         # Each rank of a stage has tokens of its own: tensor-parallel ranks have parts of the sequences.
         dist.all_reduce(tokens, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
         loads = tokens.float() * tokens.shape[1] / tokens.sum(dim=1, keepdim=True).clamp(min=1)
         ends = torch.stack([-loads.amin(), loads.amax()])
+        sums[:2] = torch.stack([router.losses for router in routers]).sum(dim=0)
+        sums[2] = sum(router.load.sum() / router.chosen for router in routers)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    dist.all_reduce(sums)
     smallest, largest = ends.tolist()
-    return -smallest, largest
+    balance, z = (sums[:2] / sums[2].clamp(min=1)).tolist()
+    found = {"expert_load_min": -smallest, "expert_load_max": largest}
+    found |= {"router_aux_loss": balance} if config.moe_aux_loss_coeff else {}
+    return found | ({"router_z_loss": z} if config.moe_z_loss_coeff else {})
 
 
 class GroupedExperts(MegatronModule):
