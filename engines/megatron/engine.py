@@ -32,7 +32,7 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
-from hardware.megatron.experts import Router, measure_routing
+from hardware.megatron.experts import Router, join_routes, measure_routing
 from hardware.platform import Platform
 
 
@@ -224,7 +224,13 @@ class MegatronEngine:
         if self.model.experts:
             part = mpu.get_tensor_model_parallel_rank() if self.transformer.sequence_parallel else 0
             slots = layout.list_filled(part, self.config.tp)
-            further["padding_mask"] = slots[:0] if is_dummy else slots
+            slots = slots[:0] if is_dummy else slots
+            if micro.routes is not None:
+                layers = self.decoder.decoder.layers
+                own = micro.routes[:, layers[0].layer_number - 1 : layers[-1].layer_number]
+                packed = layout.pack(own).transpose(0, 1).chunk(self.config.tp)[part]  # [s / tp, b, layers, k]
+                slots = join_routes(slots, packed.flatten(0, 1).index_select(0, slots))
+            further["padding_mask"] = slots
         with self.platform.wrap_forward(inputs):
             return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs, **further)
 

@@ -16,12 +16,23 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]  as documented
 
-from hardware.megatron.form import Experts
+from hardware.megatron.form import NO_ROUTE, Experts
 from hardware.megatron.marks import mark_experts, mark_sequence_parallel
 from hardware.megatron.router_losses import AddedLoss, sum_balance_loss, sum_z_loss
+
+
+def join_routes(slots: Tensor, routes: Tensor) -> Tensor:
+    """Join what ``ExpertLayer`` takes to one tensor, as Megatron hands it on: ``[m, 1 + layers * k]`` int32.
+
+    Args:
+        slots: ``[m]``, as ``ExpertLayer`` takes them. routes: ``[m, layers, k]`` uint8, experts of the tokens there in
+            each layer of this pipeline stage; ``NO_ROUTE`` where the router chooses.
+    """
+    return torch.cat([slots[:, None], routes.flatten(1)], dim=1).int()
 
 
 class Router(torch.nn.Module):
@@ -59,11 +70,18 @@ class Router(torch.nn.Module):
         self.load.zero_()
         self.losses.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
+    def forward(self, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``.
+
+        Args:
+            routes: ``[n, k]``, experts to take instead, with the scores of these weights; ``NO_ROUTE`` for none.
+        """
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(dim=-1)
         weights, numbers = scores.topk(self.chosen, dim=-1)
+        if routes is not None:
+            numbers = torch.where(routes == NO_ROUTE, numbers, routes)
+            weights = scores.gather(-1, numbers)
         if torch.is_grad_enabled():  # of a layer that is recomputed, the first pass has no gradient
             counts = torch.zeros_like(self.load).scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
             self.load += counts
@@ -94,7 +112,7 @@ def measure_routing(routers: Sequence[Router], config, device: torch.device) -> 
     Args:
         routers: of the layers of this pipeline stage; there may be none. config: Megatron's, as the routers have it.
     """
-    ends, sums = torch.full((2,), -torch.inf, device=device), torch.zeros(3, device=device, dtype=torch.float64)
+    ends, sums = torch.full((2,), -torch.inf, device=device), torch.zeros(3, device=device)
     if routers:
         tokens = torch.stack([router.load for router in routers])  # [layers, experts]
         # Each rank of a stage has tokens of its own: tensor-parallel ranks have parts of the sequences.
@@ -179,28 +197,36 @@ class ExpertLayer(MegatronModule):
     def __init__(self, config, experts: Experts, mlp: ModuleSpec):
         super().__init__(config)
         self.router, self.experts = Router(config, experts), GroupedExperts(config, experts)
+        self.place = 0
         self.group = cast(ProcessGroup, mpu.get_expert_tensor_and_model_parallel_group())
         own = copy(config)
         own.ffn_hidden_size = experts.shared  # Megatron's MLP reads it from here
         self.shared = SharedExpert(own, mlp) if experts.shared else None
 
+    def set_layer_number(self, number: int) -> None:
+        """Take the layer's number in the whole model, from 1 on, as Megatron tells it."""
+        self.place = number - 1 - get_transformer_layer_offset(self.config)
+
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_) -> tuple[Tensor, None]:
         """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.
 
         Args:
-            padding_mask: ``[n]`` long, the slots of ``[s * b]`` that hold a token; None where all do. Megatron's name
-                of the argument that it hands on to MLPs, through pipeline stages and recomputation. Slots without a
-                token reach no expert of the router's, which leaves 0.
+            padding_mask: ``[m]`` long, the slots of ``[s * b]`` that hold a token, or these and the tokens' experts by
+                ``join_routes``; None where all do. Megatron's name of the argument that it hands on to MLPs, through
+                recomputation too. Slots without a token reach no expert of the router's, which leaves 0.
         """
-        slots, x = padding_mask, hidden.flatten(0, 1)
-        found = self._route(x if slots is None else x.index_select(0, slots))
+        slots, routes, x = padding_mask, None, hidden.flatten(0, 1)
+        if slots is not None and slots.dim() == 2:
+            first = 1 + self.place * self.router.chosen
+            slots, routes = slots[:, 0].long(), slots[:, first : first + self.router.chosen].long()
+        found = self._route(x if slots is None else x.index_select(0, slots), routes)
         found = found if slots is None else torch.zeros_like(x).index_copy(0, slots, found)
         found = found.view_as(hidden)
         return (found + self.shared(hidden) if self.shared else found), None
 
-    def _route(self, x: Tensor) -> Tensor:
+    def _route(self, x: Tensor, routes: Tensor | None) -> Tensor:
         """Compute the weighted sum of each token's experts: ``[n, h] -> [n, h]``."""
-        weights, numbers = self.router(x)
+        weights, numbers = self.router(x, routes)
         chosen = numbers.shape[1]
         numbers, order = numbers.flatten().sort(stable=True)  # [n * k], expert by expert
         rows, weights = x.index_select(0, order // chosen), weights.flatten().index_select(0, order)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+NO_ROUTE = 255
+"""Stands for no expert where a token's experts are given: a layer without experts, or a token that was not routed."""
+
 
 @dataclass(frozen=True)
 class Experts:
