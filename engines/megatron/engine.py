@@ -15,6 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -70,6 +72,7 @@ class MegatronEngine:
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
         self.decoder = module
+        self.stage_layers = get_transformer_layer_offset(self.transformer), get_num_layers_to_build(self.transformer)
         self.routers = [part for part in module.modules() if isinstance(part, Router)]
         for name, parameter in module.named_parameters():
             part = model.weights[name].part if name.startswith("vision.") else "language"  # numbers layers by stage
@@ -226,8 +229,8 @@ class MegatronEngine:
             slots = layout.list_filled(part, self.config.tp)
             slots = slots[:0] if is_dummy else slots
             if micro.routes is not None:
-                layers = self.decoder.decoder.layers
-                own = micro.routes[:, layers[0].layer_number - 1 : layers[-1].layer_number]
+                first, count = self.stage_layers
+                own = micro.routes[:, first : first + count]
                 packed = layout.pack(own).transpose(0, 1).chunk(self.config.tp)[part]  # [s / tp, b, layers, k]
                 slots = join_routes(slots, packed.flatten(0, 1).index_select(0, slots))
             further["padding_mask"] = slots

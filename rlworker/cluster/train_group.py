@@ -119,6 +119,8 @@ class WorkerGroup:
         """Drop the columns ``[N, k]`` that the role's engine or loss does not read."""
         if self.role.model.head == "value":
             batch = replace(batch, support=None)
+        if self.name != "actor":  # routes are those of its weights
+            batch = replace(batch, routes=None)
         if self.role.needs_topk_logprobs:
             return batch
         return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)
