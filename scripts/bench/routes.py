@@ -33,7 +33,7 @@ PARSER.add_argument("--seeds", type=int, default=3, help="seeds of the weights, 
 PARSER.add_argument("--actor", nargs="*", default=[], metavar="NAME VALUE", help="sizes of the actor, such as tp 2")
 OPTIONS = PARSER.parse_args()
 PROMPTS, SAMPLES, NEW_TOKENS = (2, 2, 8) if OPTIONS.tiny else (24, 2, 64)
-SIZES = {name: int(value) for name, value in zip(OPTIONS.actor[::2], OPTIONS.actor[1::2], strict=True)}
+SIZES: dict[str, Any] = {name: int(value) for name, value in zip(OPTIONS.actor[::2], OPTIONS.actor[1::2], strict=True)}
 VOCAB, LAYERS = 128, 6
 
 
