@@ -1,7 +1,7 @@
 """Interfaces of the training engine and the rollout engine, as the RL side calls them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -37,15 +37,15 @@ class StepResult:
         grad_norm: global L2 norm of the gradient before clipping; NaN if the gradient was not finite on some rank, in
             which case the weights are unchanged.
         lr: the learning rate of the step.
-        expert_load: the smallest and the largest load of an expert over all layers, the same on every rank: its tokens,
-            divided by the mean of its layer's experts. None in a model without experts.
+        routing: metrics of the routers of experts, of all replicas and the same on every rank; a model without experts
+            has none.
     """
 
     metrics: dict[str, float]
     outputs: Outputs | None
     grad_norm: float
     lr: float
-    expert_load: tuple[float, float] | None = None
+    routing: dict[str, float] = field(default_factory=dict)
 
 
 class TrainEngine(Protocol):

@@ -61,14 +61,14 @@ MEGATRON_REASONS = {
         "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
         "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4"
     ),
-    "experts are those of config.json, none drops a token, and no loss balances them": _names(
+    "experts are those of config.json, and none drops a token": _names(
         "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_layer_freq "
         "moe_ffn_hidden_size moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay "
         "moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8 "
         "moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
         "moe_router_score_function moe_router_dtype moe_router_enable_expert_bias "
         "moe_router_bias_update_rate moe_router_force_load_balancing moe_grouped_gemm "
-        "moe_use_legacy_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps "
+        "moe_use_legacy_grouped_gemm moe_input_jitter_eps "
         "moe_token_dropping moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging "
         "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
         "moe_layer_recompute moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size "

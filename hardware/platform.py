@@ -153,6 +153,8 @@ class Platform(Protocol):
     the table in hardware.attention.rollouts."""
     rollout_block_tokens: int
     """Number of tokens in a block of vLLM's KV cache."""
+    records_routes: bool = False
+    """Whether its vLLM worker records the experts of every token."""
     rollout_settings: dict[str, Any]
     """Arguments of vLLM's LLM that apply unless the settings give them."""
     rollout_kv_cache_mb: int

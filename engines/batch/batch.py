@@ -42,6 +42,8 @@ class TrainBatch:
             in the host's memory.
         images: the images of each sequence, in order; None for a batch without images.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
+        routes: ``[N, layers, k]`` uint8, the experts that the rollout engine computed the input by, in each layer; 255
+            where a layer has none, or none are known.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
         support: ``[N, k]`` int32, ids that could be sampled at the target, -1 for none; where all are -1, every id. A
             language model's outputs are of the distribution over these.
@@ -70,6 +72,7 @@ class TrainBatch:
     targets: Tensor = _column("target")
     mask: Tensor = _column("target")
     image_block: Tensor | None = _column("input")
+    routes: Tensor | None = _column("input")
     rollout_logprobs: Tensor | None = _column("target")
     old_logprobs: Tensor | None = _column("target")
     ref_logprobs: Tensor | None = _column("target")

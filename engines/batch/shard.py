@@ -39,6 +39,10 @@ class Shard:
         """Number of tokens without the dummies."""
         return sum(self.batch.lengths[: sum(self.counts)])
 
+    def count_computed(self) -> int:
+        """Count the tokens that are computed, without the dummies; those that sequences share count once."""
+        return self.num_tokens - sum(sum(one.counts) for one in self.sharing if one)
+
     def micro_batches(self) -> list[TrainBatch]:
         """Return the micro-batches as views of the batch: real ones by ``counts``, then the equal dummies."""
         bounds = [0, *accumulate(self.counts)]  # sequences before each micro-batch; past the last lies the dummy's

@@ -132,6 +132,17 @@ class MegatronConfig:
             from engines.pass_through import check_pass_through
 
             check_pass_through("megatron", self.megatron)
+        for name in self.router_losses:
+            value = self.megatron[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ValueError(
+                    f"actor: --actor.megatron has {name} {value!r}, expected a number of at least 0; leave it out for 0"
+                )
+
+    @property
+    def router_losses(self) -> list[str]:
+        """Coefficients of a router's losses that are passed on to Megatron."""
+        return [name for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if name in self.megatron]
 
     @property
     def dp(self) -> int:
@@ -204,6 +215,10 @@ class MegatronConfig:
             raise ValueError(
                 f"actor: ep={self.ep} and etp={self.etp} spread experts, and the model has none; leave --actor.ep and "
                 "--actor.etp out"
+            )
+        if self.router_losses and not model.experts:
+            raise ValueError(
+                f"actor: --actor.megatron has {self.router_losses[0]}, and the model has no router; leave it out"
             )
 
     def _check_routers(self, model: ModelSpec) -> None:

@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from engines.models.spec import ModelSpec
 from engines.validation import PassThrough, check_numbers, check_types
 from hardware.attention.rollouts import check_rollout_override
+from hardware.megatron.form import NO_ROUTE
 
 MOST_KEPT = 1024
 """Largest top_k, since all kept ids travel with every sampled token."""
@@ -92,6 +93,8 @@ class VllmConfig(SamplingConfig):
     and learns in turns; above 0 rollouts run ahead of the trainer."""
     attention_override: tuple[str, ...] = ()
     """Refused cells of the rollouts' capability table to use all the same, as backend/rule."""
+    replay_routes: bool = False
+    """Give the trainer the experts of every token, so that it computes a mixture by the sampler's choices."""
     vllm: PassThrough = field(default_factory=dict)
     """Further arguments of vLLM's LLM; arguments that change the sampled distribution are refused."""
 
@@ -132,6 +135,12 @@ class VllmConfig(SamplingConfig):
             raise ValueError(
                 f"rollout: top_k={self.top_k} is above the {model.vocab} tokens of the model's vocabulary; lower "
                 "--rollout.top-k"
+            )
+        if self.replay_routes and (not model.experts or model.experts.count > NO_ROUTE):
+            experts = f"{model.experts.count} experts" if model.experts else "no experts"
+            raise ValueError(
+                f"rollout: replay_routes needs a model with at most {NO_ROUTE} experts, and this one has {experts}; "
+                "leave --rollout.replay-routes out"
             )
         if self.max_model_len > model.max_positions:
             raise ValueError(

@@ -15,6 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -32,7 +34,7 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights, name_parameters
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
-from hardware.megatron.experts import Router, measure_load, move_biases
+from hardware.megatron.experts import Router, join_routes, measure_routing, move_biases
 from hardware.platform import Platform
 
 
@@ -70,6 +72,7 @@ class MegatronEngine:
         module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
         load_weights(module, model)
         self.decoder = module
+        self.stage_layers = get_transformer_layer_offset(self.transformer), get_num_layers_to_build(self.transformer)
         self.routers = [part for part in module.modules() if isinstance(part, Router)]
         for name, parameter in name_parameters(module).items():  # a tied output layer is no weight of its own
             part = model.weights[name].part if name in model.weights else "language"
@@ -123,8 +126,8 @@ class MegatronEngine:
             if self.config.router_bias_rate:
                 move_biases(self.routers, self.config.router_bias_rate)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        load = measure_load(self.routers, self.device) if self.model.experts else None
-        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, load)
+        routing = measure_routing(self.routers, self.transformer, self.device) if self.model.experts else {}
+        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, routing)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
         """Join the outputs of the real micro-batches to ``[N]``; dummy micro-batches come last and are left out.
@@ -155,8 +158,10 @@ class MegatronEngine:
             return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
-        for router in self.routers:
-            router.load.zero_()
+        if self.model.experts:
+            computed = self._sum_over_replicas(shard.count_computed())
+            for router in self.routers:
+                router.start_step(step_tokens / computed)
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self.run(shard, loss_of, forward_only=False), parts
@@ -224,7 +229,13 @@ class MegatronEngine:
         if self.model.experts:
             part = mpu.get_tensor_model_parallel_rank() if self.transformer.sequence_parallel else 0
             slots = layout.list_filled(part, self.config.tp)
-            further["padding_mask"] = slots[:0] if is_dummy else slots
+            slots = slots[:0] if is_dummy else slots
+            if micro.routes is not None:
+                first, count = self.stage_layers
+                own = micro.routes[:, first : first + count]
+                packed = layout.pack(own).transpose(0, 1).chunk(self.config.tp)[part]  # [s / tp, b, layers, k]
+                slots = join_routes(slots, packed.flatten(0, 1).index_select(0, slots))
+            further["padding_mask"] = slots
         with self.platform.wrap_forward(inputs):
             return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs, **further)
 

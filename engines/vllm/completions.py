@@ -1,5 +1,6 @@
 """Convert vLLM's outputs to completions."""
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -7,6 +8,18 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from engines.batch.samples import Completion
+
+
+def cut_routes(completion: Completion, prompt: int, routes: np.ndarray) -> Completion:
+    """Return a completion with the recorded experts ``[tokens, layers, k]`` of its prompt and itself.
+
+    Raises:
+        RuntimeError: those of some tokens are missing.
+    """
+    need = prompt + len(completion.token_ids) - 1
+    if len(routes) < need:
+        raise RuntimeError(f"rollout: experts of {len(routes)} tokens were recorded, expected of {need}")
+    return replace(completion, routes=routes[:need])
 
 
 def read_completion(sample: CompletionOutput) -> Completion:

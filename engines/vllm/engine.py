@@ -16,7 +16,7 @@ from engines.batch.samples import Completion, Request
 from engines.config import VllmConfig
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
-from engines.vllm.completions import read_completion, read_scores
+from engines.vllm.completions import cut_routes, read_completion, read_scores
 from engines.vllm.processes import unlink_shared_memory
 from engines.vllm.prompts import make_params, make_prompt
 from engines.vllm.read_back import merge_readings
@@ -112,6 +112,9 @@ class VllmEngine:
             self._tie_workers()
         if config.top_k:
             self.llm.collective_rpc("break_ties")
+        if config.replay_routes:
+            assert model.experts, "checked with the settings"
+            self.llm.collective_rpc("record_routes", args=(model.layers, model.experts.chosen))
         for parts in self.llm.collective_rpc("list_parts"):
             # an upstream change may silently ignore the parts that a worker installs
             if worker.parts and tuple(parts) != worker.parts:
@@ -202,6 +205,7 @@ class VllmEngine:
     def abort_requests(self, names: Sequence[str]) -> None:
         """Abort requests and free their KV cache."""
         self.llm.llm_engine.abort_request(list(names))
+        self._take_routes(names)
 
     def step(self) -> list[RequestOutput]:
         """Compute one token of every running request; returns the requests that finished."""
@@ -236,9 +240,19 @@ class VllmEngine:
                 f"rollout: {place}: vLLM made {len(seen)} tokens of the prompt, the trainer "
                 f"{len(request.token_ids)}, or others; both must read the same preprocessor_config.json"
             )
+        routes = self._take_routes([output.request_id])
         if output.prompt_logprobs is not None:
             return [read_scores(output)]
-        return [read_completion(sample) for sample in output.outputs]
+        completions = [read_completion(sample) for sample in output.outputs]
+        if not routes or request.sampling.temperature == 0:
+            return completions
+        keys = [(output.request_id, sample.index) for sample in output.outputs]
+        return [cut_routes(one, len(seen), routes[key]) for one, key in zip(completions, keys, strict=True)]
+
+    def _take_routes(self, names: Sequence[str]) -> dict[tuple[str, int], Any]:
+        """Take the experts of requests, by request and number of the sample, from a worker; all of them have the
+        same."""
+        return self.llm.collective_rpc("take_routes", args=(names,))[0] if self.config.replay_routes else {}
 
     def _empty_caches(self) -> None:
         """Empty the prefix cache and the cache of image features. Running requests recompute their KV cache."""

@@ -44,6 +44,7 @@ class CpuPlatform(Platform):
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_backends = ("vllm_cpu", "vllm_cpu_images")
     rollout_block_tokens = 32  # the least that vllm 0.32, v1/attention/backends/cpu_attn, takes
+    records_routes = True
     rollout_settings: ClassVar[dict] = {
         "block_size": rollout_block_tokens,
         "enforce_eager": True,  # see TORCH_COMPILE_DISABLE

@@ -10,9 +10,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hardware.cpu.exact_logprobs import ExactSampler
+from hardware.cpu.routes import RecordsRoutes
 
 
-class PlainWorker(CPUWorker):
+class PlainWorker(RecordsRoutes, CPUWorker):
     """vLLM's CPU worker with exact logprobs and vLLM's own attention."""
 
     def init_device(self) -> None:
@@ -22,7 +23,7 @@ class PlainWorker(CPUWorker):
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
 
 
-class ImageRuleWorker(CPUWorker):
+class ImageRuleWorker(RecordsRoutes, CPUWorker):
     """Lets the tokens of an image see each other."""
 
     def init_device(self) -> None:

@@ -16,46 +16,86 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]  as documented
 
-from hardware.megatron.form import Experts
+from hardware.megatron.form import NO_ROUTE, Experts
 from hardware.megatron.marks import mark_experts, mark_sequence_parallel
+from hardware.megatron.router_losses import AddedLoss, sum_balance_loss, sum_z_loss
 
 _LEAST_SUM = 1e-20
 """Added to the sum by which weights are divided: sigmoids of very small logits may all be 0."""
 
 
+def join_routes(slots: Tensor, routes: Tensor) -> Tensor:
+    """Join what ``ExpertLayer`` takes to one tensor, as Megatron hands it on: ``[m, 1 + layers * k]`` int32.
+
+    Args:
+        slots: ``[m]``, as ``ExpertLayer`` takes them. routes: ``[m, layers, k]`` uint8, experts of the tokens there in
+            each layer of this pipeline stage; ``NO_ROUTE`` where the router chooses.
+    """
+    return torch.cat([slots[:, None], routes.flatten(1)], dim=1).int()
+
+
 class Router(torch.nn.Module):
     """Chooses the experts of each token by their scores, in fp32. ``weight`` is ``[experts, h]``.
 
+    A pass with a gradient adds the router's losses to those of the optimizer step: means over the tokens that the
+    router sees in the step, times ``moe_aux_loss_coeff`` and ``moe_z_loss_coeff`` of Megatron's configuration.
+
     Attributes:
         load: ``[experts]`` long, tokens of this rank that chose each expert, over all passes with a gradient.
+        losses: ``[2]`` float32, the auxiliary and the z-loss over those passes, as sums over this rank's tokens.
         bias: ``[experts]`` float32 at every dtype of the model, added to the scores for the choice alone; None without.
     """
 
     load: Tensor
+    losses: Tensor
     bias: Tensor | None
 
     def __init__(self, config, experts: Experts):
         super().__init__()
         self.register_buffer("load", torch.zeros(experts.count, dtype=torch.long), persistent=False)
+        self.register_buffer("losses", torch.zeros(2), persistent=False)
         self.weight = torch.nn.Parameter(torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype))
         mark_sequence_parallel([self.weight], config)
         self.register_buffer("bias", torch.zeros(experts.count, dtype=torch.float32) if experts.has_bias else None)
         self.mixture = experts
+        self.balance, self.z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff or 0.0
+        self._scale = 1.0
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``."""
+    def start_step(self, scale: float) -> None:
+        """Forget the load and the losses of the step before.
+
+        Args:
+            scale: tokens by which the loss of the step is divided, over tokens that the router will see. Samples of a
+                prompt share its tokens here, and each has them there.
+        """
+        self._scale = scale
+        self.load.zero_()
+        self.losses.zero_()
+
+    def forward(self, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts for tokens ``[n, h]``: their weights ``[n, k]`` float32, and their numbers ``[n, k]``.
+
+        Args:
+            routes: ``[n, k]``, experts to take instead, with the scores of these weights; ``NO_ROUTE`` for none.
+        """
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(dim=-1) if self.mixture.score == "softmax" else logits.sigmoid()
         numbers = self._choose(scores.detach())
+        if routes is not None:
+            numbers = torch.where(routes == NO_ROUTE, numbers, routes)
         weights = scores.gather(1, numbers)
-        if torch.is_grad_enabled():  # of a layer that is recomputed, the first pass has no gradient
-            self.load.scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
         if self.mixture.is_normed:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
-        return (weights * self.mixture.scale if self.mixture.scale != 1 else weights), numbers
+        weights = weights * self.mixture.scale if self.mixture.scale != 1 else weights
+        if torch.is_grad_enabled():  # of a layer that is recomputed, the first pass has no gradient
+            counts = torch.zeros_like(self.load).scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
+            self.load += counts
+            weights = self._add_losses(weights, logits, scores, counts)
+        return weights, numbers
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Choose experts by their scores ``[n, experts]``: numbers ``[n, k]``, as in DeepSeek-V3 (arXiv:2412.19437)."""
@@ -68,23 +108,45 @@ class Router(torch.nn.Module):
             scores = grouped.masked_fill(is_shut[..., None], -torch.inf).flatten(1)
         return scores.topk(self.mixture.chosen, dim=-1).indices
 
+    def _add_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+        """Add the losses as sums over tokens, which Megatron divides as it divides all of the loss."""
+        balance = z = logits.new_zeros(())
+        if self.balance:
+            # Replicas have equally many micro-batches: what they compute at once is one, whatever their number.
+            dist.all_reduce(counts, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
+            shares = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST_SUM)  # of sigmoids; those of a softmax add up
+            balance = sum_balance_loss(shares, counts, self.mixture.chosen)
+        if self.z:
+            z = sum_z_loss(logits)
+        if not self.balance and not self.z:
+            return weights
+        self.losses += torch.stack([balance, z]).detach()
+        return cast(Tensor, AddedLoss.apply(weights, self._scale * (self.balance * balance + self.z * z)))
 
-def measure_load(routers: Sequence[Router], device: torch.device) -> tuple[float, float]:
-    """Measure the smallest and the largest load of an expert over all layers. Collective over all ranks.
 
-    The load is the number of tokens of the expert, divided by the mean of its layer's experts.
+def measure_routing(routers: Sequence[Router], config, device: torch.device) -> dict[str, float]:
+    """Measure what the routers of all layers did since the step began, as metrics. Collective over all ranks.
+
+    They are the smallest and the largest load of an expert: its tokens, divided by the mean of its layer's experts; and
+    of the losses that have a coefficient, without it, the mean over layers and tokens.
 
     Args:
-        routers: of the layers of this pipeline stage; there may be none.
+        routers: of the layers of this pipeline stage; there may be none. config: Megatron's, as the routers have it.
     """
-    ends = torch.full((2,), -torch.inf, device=device)
+    ends, sums = torch.full((2,), -torch.inf, device=device), torch.zeros(3, device=device)
     if routers:
         tokens = _sum_load(routers)
         loads = tokens.float() * tokens.shape[1] / tokens.sum(dim=1, keepdim=True).clamp(min=1)
         ends = torch.stack([-loads.amin(), loads.amax()])
+        sums[:2] = torch.stack([router.losses for router in routers]).sum(dim=0)
+        sums[2] = sum(router.load.sum() / router.mixture.chosen for router in routers)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    dist.all_reduce(sums)
     smallest, largest = ends.tolist()
-    return -smallest, largest
+    balance, z = (sums[:2] / sums[2].clamp(min=1)).tolist()
+    found = {"expert_load_min": -smallest, "expert_load_max": largest}
+    found |= {"router_aux_loss": balance} if config.moe_aux_loss_coeff else {}
+    return found | ({"router_z_loss": z} if config.moe_z_loss_coeff else {})
 
 
 def move_biases(routers: Sequence[Router], rate: float) -> None:
@@ -173,28 +235,36 @@ class ExpertLayer(MegatronModule):
     def __init__(self, config, experts: Experts, mlp: ModuleSpec):
         super().__init__(config)
         self.router, self.experts = Router(config, experts), GroupedExperts(config, experts)
+        self.place = 0
         self.group = cast(ProcessGroup, mpu.get_expert_tensor_and_model_parallel_group())
         own = copy(config)
         own.ffn_hidden_size = experts.shared  # Megatron's MLP reads it from here
         self.shared = SharedExpert(own, mlp, experts.gates_shared) if experts.shared else None
 
+    def set_layer_number(self, number: int) -> None:
+        """Take the layer's number in the whole model, from 1 on, as Megatron tells it."""
+        self.place = number - 1 - get_transformer_layer_offset(self.config)
+
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_) -> tuple[Tensor, None]:
         """Compute ``[s, b, h] -> ([s, b, h], None)``; the second is Megatron's place for a bias.
 
         Args:
-            padding_mask: ``[n]`` long, the slots of ``[s * b]`` that hold a token; None where all do. Megatron's name
-                of the argument that it hands on to MLPs, through pipeline stages and recomputation. Slots without a
-                token reach no expert of the router's, which leaves 0.
+            padding_mask: ``[m]`` long, the slots of ``[s * b]`` that hold a token, or these and the tokens' experts by
+                ``join_routes``; None where all do. Megatron's name of the argument that it hands on to MLPs, through
+                recomputation too. Slots without a token reach no expert of the router's, which leaves 0.
         """
-        slots, x = padding_mask, hidden.flatten(0, 1)
-        found = self._route(x if slots is None else x.index_select(0, slots))
+        slots, routes, x = padding_mask, None, hidden.flatten(0, 1)
+        if slots is not None and slots.dim() == 2:
+            first = 1 + self.place * self.router.mixture.chosen
+            slots, routes = slots[:, 0].long(), slots[:, first : first + self.router.mixture.chosen].long()
+        found = self._route(x if slots is None else x.index_select(0, slots), routes)
         found = found if slots is None else torch.zeros_like(x).index_copy(0, slots, found)
         found = found.view_as(hidden)
         return (found + self.shared(hidden) if self.shared else found), None
 
-    def _route(self, x: Tensor) -> Tensor:
+    def _route(self, x: Tensor, routes: Tensor | None) -> Tensor:
         """Compute the weighted sum of each token's experts: ``[n, h] -> [n, h]``."""
-        weights, numbers = self.router(x)
+        weights, numbers = self.router(x, routes)
         chosen = numbers.shape[1]
         numbers, order = numbers.flatten().sort(stable=True)  # [n * k], expert by expert
         rows, weights = x.index_select(0, order // chosen), weights.flatten().index_select(0, order)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+NO_ROUTE = 255
+"""Stands for no expert where a token's experts are given: a layer without experts, or a token that was not routed."""
+
 
 @dataclass(frozen=True)
 class Experts:

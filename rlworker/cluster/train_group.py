@@ -75,7 +75,7 @@ class WorkerGroup:
 
         Returns:
             the metrics: means over the batch's counting tokens, or maxima, ``grad_norm``, ``lr``, ``prompt_sharing``
-                and of experts their load; and the outputs ``[N]`` of the weights before the step.
+                and those of routers; and the outputs ``[N]`` of the weights before the step.
 
         Raises:
             ValueError: targets that do not count have a weight, but no old or reference logprobs.
@@ -86,8 +86,7 @@ class WorkerGroup:
         results = self.call_sharded(TrainWorker.train_step, schedule.shards(batch), loss, denominator)
         metrics, tokens = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}, float(batch.mask.sum())
         metrics["prompt_sharing"] = batch.num_tokens / schedule.count_computed()
-        if load := results[0].expert_load:
-            metrics["expert_load_min"], metrics["expert_load_max"] = load
+        metrics |= results[0].routing
         for name in results[0].metrics:
             values = [result.metrics[name] for result in results]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
@@ -120,6 +119,8 @@ class WorkerGroup:
         """Drop the columns ``[N, k]`` that the role's engine or loss does not read."""
         if self.role.model.head == "value":
             batch = replace(batch, support=None)
+        if self.name != "actor":  # routes are those of its weights
+            batch = replace(batch, routes=None)
         if self.role.needs_topk_logprobs:
             return batch
         return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)

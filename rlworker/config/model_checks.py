@@ -38,6 +38,11 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
             f"rollout: vLLM on platform {platform_name!r} has no attention for the model's head_dim "
             f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
         )
+    if rollout.replay_routes and not platform.records_routes:
+        raise ValueError(
+            f"rollout: replay_routes has no recorder of experts on platform {platform_name!r}; leave "
+            "--rollout.replay-routes out"
+        )
     check_rollout_rules(model, rollout, platform)
     _check_cache(model, rollout, platform)
 

@@ -12,6 +12,7 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.places import drop_firsts
 from engines.batch.samples import Completion, Sampling
+from hardware.megatron.form import NO_ROUTE
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
 
@@ -75,8 +76,8 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
         vision: description of a model that sees images; None for text.
 
     Raises:
-        ValueError: the image tokens of a sequence do not match its images, or only some samples have logprobs, or
-            those of the likeliest ids.
+        ValueError: the image tokens of a sequence do not match its images, or only some samples have logprobs, those
+            of the likeliest ids, or routes.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     counts = [len(trajectory.sequences) for trajectory in trajectories]
@@ -104,6 +105,9 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
         targets["turn"], columns["episode"] = turns, episode
     if turn_rewards.any():
         targets["turn_rewards"] = turn_rewards.astype(np.float32)
+    routes = [one.routes for trajectory in trajectories for one in trajectory.completions if one.routes is not None]
+    if routes:
+        columns["routes"] = _place_routes(sequences, sizes, routes[0].shape[1:])
     tensors: dict[str, Any] = {name: torch.from_numpy(column) for name, column in columns.items()}
     tensors |= {name: torch.from_numpy(drop_firsts(column, sizes)) for name, column in targets.items()}
     if vision:
@@ -170,6 +174,35 @@ def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> di
             columns[name] = np.full((size, found.shape[1]), blank, kind)
             columns[name][sampled] = found
     return columns
+
+
+def _place_routes(sequences: Sequence[Sequence[Segment]], sizes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Place the experts of each input, ``[N, layers, k]`` uint8: those of the first completion that follows it, and
+    ``NO_ROUTE`` where none does.
+
+    Args:
+        sizes: ``[B]``, ids of each sequence. shape: layers and k.
+
+    Raises:
+        ValueError: a completion has no experts, or those of other tokens than come before it.
+    """
+    routes, start = np.full((int(sizes.sum()) - len(sizes), *shape), NO_ROUTE, np.uint8), 0
+    for sequence, size in zip(sequences, sizes.tolist(), strict=True):
+        end = known = 0
+        for segment in sequence:
+            end += len(segment.token_ids)
+            if segment.completion is None:
+                continue
+            found = segment.completion.routes
+            if found is None or len(found) != end - 1:
+                raise ValueError(
+                    f"completions: one has the experts of {0 if found is None else len(found)} tokens, expected of the "
+                    f"{end - 1} before its last; draw all completions of a batch with replay_routes or none"
+                )
+            routes[start + known : start + end - 1] = found[known:]
+            known = end - 1
+        start += size - 1
+    return routes
 
 
 def _place_rewards(

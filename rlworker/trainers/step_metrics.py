@@ -12,7 +12,7 @@ from rlworker.cluster.watch import wait_for
 
 _RATES = {"actor": "lr", "critic": "critic_lr"}
 """Role -> metric of the optimizer steps that it took."""
-OF_ENGINE = ("grad_norm", "lr", "expert_load_min", "expert_load_max")
+OF_ENGINE = ("grad_norm", "lr", "expert_load_min", "expert_load_max", "router_aux_loss", "router_z_loss")
 """Metrics of an optimizer step that the actor and the critic each have of their own."""
 
 

@@ -94,6 +94,8 @@ def _count_layer(
     if options.experts:
         shared = options.experts.shared
         mlp = _count_experts(options.experts, model.hidden, size, config.etp) * slots
+        if config.megatron.get("moe_z_loss_coeff"):  # logits, and the logarithm of their sum
+            mlp += (options.experts.count + 1) * FP32 * slots
         # With the input, of which the router has a copy, and the gate and the output that it scales.
         gate = model.hidden + 1 if options.experts.gates_shared else 0
         mlp += (halves * shared + model.hidden + gate) * size * slots if shared else 0

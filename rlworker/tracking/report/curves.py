@@ -105,6 +105,16 @@ _CURVES = (
         "Good: flat. A largest that rises means that the router sends ever more tokens to a few experts.",
     ),
     Curve(
+        "Losses of the routers of experts (means over layers and tokens, without their coefficients)",
+        {
+            "router_aux_loss": "auxiliary",
+            "router_z_loss": "z",
+            "critic_router_aux_loss": "critic's auxiliary",
+            "critic_router_z_loss": "critic's z",
+        },
+        "Good: the auxiliary loss near the number of experts that a token chooses, which equal loads give.",
+    ),
+    Curve(
         "Learning rate",
         {"lr": "learning rate", "critic_lr": "critic's"},
         "Good: as the schedule says: a rise in warm-up, then constant or a decay.",

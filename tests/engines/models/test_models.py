@@ -291,6 +291,29 @@ def test_an_actor_without_experts_spreads_none(make_hf_model):
     with pytest.raises(ValueError, match=r"ep=2 and etp=1 spread experts, and the model has none; leave --actor.ep"):
         spread.check_spread(dense)
     spread.check_spread(ModelSpec.from_folder(make_hf_model("qwen3_moe", False)))
+    balanced = MegatronConfig(megatron={"moe_aux_loss_coeff": 0.01})
+    with pytest.raises(ValueError, match="has moe_aux_loss_coeff, and the model has no router; leave it out"):
+        balanced.check_spread(dense)
+    balanced.check_spread(ModelSpec.from_folder(make_hf_model("qwen3_moe", False)))
+    for value in (-0.1, "high", True):
+        with pytest.raises(ValueError, match=r"moe_aux_loss_coeff .*, expected a number of at least 0"):
+            MegatronConfig(megatron={"moe_aux_loss_coeff": value})
+
+
+def test_routes_are_replayed_of_experts_that_a_byte_numbers(make_hf_model):
+    from rlworker.config.model_checks import check_rollout
+
+    dense, spec = (ModelSpec.from_folder(make_hf_model(name, False)) for name in ("qwen2", "qwen3_moe"))
+    config = VllmConfig(replay_routes=True, max_model_len=128, max_new_tokens=8)
+    spec = replace(spec, head_dim=64)
+    check_rollout(spec, "cpu", config)
+    options = replace(spec.options[0], experts=replace(spec.experts, count=256))
+    many = replace(spec, kinds=tuple(replace(kind, options=options) for kind in spec.kinds))
+    for model, found in ((dense, "no experts"), (many, "256 experts")):
+        with pytest.raises(ValueError, match=f"at most 255 experts, and this one has {found}; leave --rollout.replay"):
+            config.check_model(model)
+    with pytest.raises(ValueError, match=r"replay_routes has no recorder of experts on platform 'cuda'"):
+        check_rollout(spec, "cuda", config)
 
 
 def test_experts_of_other_widths_are_refused(make_hf_model):

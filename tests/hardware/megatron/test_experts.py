@@ -118,7 +118,8 @@ def make_router(**options):
     from hardware.megatron.form import Experts
 
     torch.manual_seed(1)
-    config = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False)
+    losses = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    config = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False, **losses)
     router = Router(config, Experts(COUNT, CHOSEN, WIDTH, is_normed=True, **options))
     torch.nn.init.normal_(router.weight)
     return router
@@ -213,7 +214,7 @@ def test_load_counts_each_token_that_learns_once(one_rank):
 
 
 def measure_loads(rank, world, address):
-    from hardware.megatron.experts import measure_load
+    from hardware.megatron.experts import measure_routing
 
     layer, routers = make_layer(rank, world, address), [make_router(), make_router()]
     hidden, tokens = torch.randn(TOKENS, 1, HIDDEN), torch.tensor([1, 2, 5])
@@ -221,10 +222,11 @@ def measure_loads(rank, world, address):
     found = layer.router.load.tolist(), count_by_loop(layer.router, hidden.flatten(0, 1)[tokens])
     for router, counts in zip(routers, ([4, 4, 4, 4, 4, 4], [0, 1, 1, 1, 3, 6]), strict=True):
         router.load = torch.tensor(counts)
-    return found, [measure_load(some, torch.device("cpu")) for some in (routers[:1], routers)]
+    losses = SimpleNamespace(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    return found, [measure_routing(some, losses, torch.device("cpu")) for some in (routers[:1], routers)]
 
 
 def test_load_is_by_the_mean_of_a_layer(one_rank):
     (counted, by_loop), loads = one_rank.run(measure_loads, draw_address())[0]
     assert counted == by_loop and sum(counted) == 3 * CHOSEN, "padding is counted"
-    assert loads == [(1, 1), (0, 3)]
+    assert loads == [{"expert_load_min": a, "expert_load_max": b} for a, b in ((1, 1), (0, 3))]

@@ -250,7 +250,7 @@ def test_the_likeliest_ids_are_sent_where_they_are_read_alone():
 
 
 def test_metrics_of_a_step():
-    """Sums of the replicas, by their counting tokens; the load of experts as the engine says, where it has some."""
+    """Sums of the replicas, by their counting tokens; those of routers as the engine says."""
     import torch
 
     from engines.batch.batch import TrainBatch
@@ -264,12 +264,12 @@ def test_metrics_of_a_step():
     outputs = TokenOutputs(torch.zeros(2), torch.zeros(2))
     role = Role("actor", SimpleNamespace(hidden=8, rules=(), head="language"), MegatronConfig())
     group = WorkerGroup(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
-    for load, told in ((None, {}), ((0.0, 3.5), {"expert_load_min": 0.0, "expert_load_max": 3.5})):
-        result = StepResult({"loss": 6.0, "x_max": 3.0}, outputs, grad_norm=1.0, lr=0.5, expert_load=load)
+    for routing in ({}, {"expert_load_min": 0.0, "expert_load_max": 3.5}):
+        result = StepResult({"loss": 6.0, "x_max": 3.0}, outputs, grad_norm=1.0, lr=0.5, routing=routing)
         group.call_sharded = lambda *_, result=result: [result]
         metrics, _ = group.train_step(TrainBatch.from_ids([[1, 2, 3]], [1]), None, 1.0)
         rest = {"loss": 3.0, "x_max": 3.0, "grad_norm": 1.0, "lr": 0.5, "prompt_sharing": 1.0}
-        assert metrics == rest | told
+        assert metrics == rest | routing
 
 
 def test_a_weight_outside_the_mask_is_refused_where_logprobs_are_known_within_it_alone():

@@ -66,8 +66,8 @@ class Group:
         outputs = self.forward(batch)
         _, metrics = loss(outputs, batch)
         metrics = {k: float(v) for k, v in metrics.items()}
-        load = {"expert_load_min": 0.5, "expert_load_max": 2.0}
-        return metrics | load | {"grad_norm": 1.0, "lr": 1e-3, "prompt_sharing": 1.0}, outputs
+        routing = {"expert_load_min": 0.5, "expert_load_max": 2.0, "router_aux_loss": 2.0, "router_z_loss": 1.0}
+        return metrics | routing | {"grad_norm": 1.0, "lr": 1e-3, "prompt_sharing": 1.0}, outputs
 
     def call(self, *_):
         return []

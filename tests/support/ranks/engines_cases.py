@@ -163,6 +163,6 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
         "gradients": gradients[0],
         "weights": weights,
         "grad_norms": [r.grad_norm for r in results],
-        "expert_load": results[0].expert_load,
+        "routing": results[0].routing,
         "step_logprobs": results[0].outputs.logprobs if engine.is_leader else torch.empty(0),
     }
