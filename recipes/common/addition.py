@@ -1,4 +1,4 @@
-"""A character-level Qwen3 learns two-digit additions in the demo; both are made on the spot.
+"""A character-level Qwen3 or Qwen3-MoE learns two-digit additions in the demos; all are made on the spot.
 
 Without torch and transformers at its top, so that settings are checked before either is imported.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,27 +32,43 @@ def make_tokenizer(chat_template: str | None = None, further: tuple[str, ...] = 
     )
 
 
+_SIZES: dict[str, Any] = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,  # with two, some seeds find the last digit's sum late, and GRPO then learns slowly
+    num_key_value_heads=2,
+    head_dim=32,  # the least that vLLM takes on a CPU
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    tie_word_embeddings=True,
+)
+_EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True)
+"""A token's experts are together as wide as the MLP of the model without experts."""
+
+
 def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:
     """Save a Qwen3 of 132 thousand random parameters, with its tokenizer."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    return _save_model(Qwen3ForCausalLM, Qwen3Config(**_SIZES), folder, seed, chat_template)
+
+
+def make_expert_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:
+    """Save a Qwen3-MoE of 354 thousand random parameters, with its tokenizer: 132 thousand are used for a token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return _save_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_SIZES, **_EXPERTS), folder, seed, chat_template)
+
+
+def _save_model(kind: Any, config: Any, folder: Path, seed: int, chat_template: str | None) -> Path:
+    import torch
+
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,  # with two, some seeds find the last digit's sum late, and GRPO then learns slowly
-        num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM takes on a CPU
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    kind(config).save_pretrained(folder)
     make_tokenizer(chat_template).save_pretrained(folder)
     return folder
 

@@ -6,7 +6,7 @@ from typing import Self, TypeVar, cast
 
 from hardware.platforms import PlatformName, get_platform
 from recipes.common import squares
-from recipes.common.addition import make_model, make_tokenizer, write_rows
+from recipes.common.addition import make_expert_model, make_model, make_tokenizer, write_rows
 from recipes.common.sizes import fit_to_model, fit_to_node
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
 from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, make_tiny_vlm
@@ -77,7 +77,7 @@ def parse_recipe_config(default: Recipe, description: str | None) -> Recipe:
 
 
 def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
-    """Shrink a recipe to two CPU ranks, models of 132 thousand parameters and sixteen questions.
+    """Shrink a recipe to two CPU ranks, models of 132 thousand parameters (with experts 354) and sixteen questions.
 
     Algorithm, critic, reward, layout and rates stay as the recipe has them; sizes do not.
     """
@@ -112,7 +112,8 @@ def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
         rows = _make_rows(_find_folder(config) / "data", config.smoke_model)
         train, heldout = str(rows / "train.jsonl"), str(rows / "heldout.jsonl")
         fields |= dict(prompt_field="prompt", image_field="images", video_field="videos")
-    sizes = dict(ranks=2, tp=1, pp=1, cp=1, dtype="float32", recompute="none", micro_batch_tokens=4096)
+    sizes: dict = dict(ranks=2, tp=1, pp=1, cp=1, ep=min(2, config.actor.ep), etp=1)
+    sizes |= dict(dtype="float32", recompute="none", micro_batch_tokens=4096)
     return dict(
         model=_make_tiny_model(config, "model", config.seed),
         run_dir=str(_find_folder(config) / "run"),
@@ -141,7 +142,8 @@ def _make_rows(folder: Path, kind: TinyVlm) -> Path:
 def _make_tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
     folder = _find_folder(config) / name
     if not isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
-        return str(make_model(folder, seed, chat_template=_CHAT))
+        make = make_expert_model if config.actor.ep > 1 else make_model
+        return str(make(folder, seed, chat_template=_CHAT))
     return make_tiny_vlm(folder, config.smoke_model, make_tokenizer(_CHAT, IMAGE_TOKENS), 128, seed=seed)
 
 

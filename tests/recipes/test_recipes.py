@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.program import run_recipe
-from support.ranks.vlm_cases import QWEN2_5_VL_7B
+from support.ranks.vlm_cases import QWEN2_5_VL_7B, QWEN3_VL_30B
 
 from engines.batch.batch import TrainBatch
 from hardware.platforms import get_platform
@@ -27,13 +27,15 @@ RECIPES = {
     "dapo_math": (),
     "distill": ("--algorithm.reference",),
     "sft": (),
-    "grpo_geo3k": (),
-    "ppo_geo3k": (),
-    "sft_vlm": (),
+    "images.grpo_geo3k": (),
+    "images.ppo_geo3k": (),
+    "images.sft_vlm": (),
 }
 """Recipe -> options that name further models."""
+MIXTURES = ("grpo_qwen3_30b", "images.grpo_qwen3_vl_30b")
+"""Recipes whose models have experts."""
 NPU = ("--platform", "npu-emulated")
-ON_NPU = ("grpo_gsm8k", "ppo_gsm8k", "grpo_geo3k")
+ON_NPU = ("grpo_gsm8k", "ppo_gsm8k", "images.grpo_geo3k")
 """Recipes that run on the emulated NPU as well."""
 LLAMA_8B = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
@@ -45,25 +47,26 @@ INTERN = ("--smoke-model", "internvl")
 GEMMA = ("--smoke-model", "gemma3")
 SMOKES = [
     *((name, TRACED if name == "ppo_gsm8k" else ()) for name in RECIPES),
+    *((name, ()) for name in MIXTURES),
     *((name, NPU) for name in ON_NPU),
-    ("grpo_geo3k", ("--smoke-model", "qwen3_vl")),
-    ("sft_vlm", ("--smoke-model", "qwen3_vl")),
-    ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
-    ("ppo_geo3k", GEMMA),
-    ("sft_vlm", GEMMA),
-    ("grpo_geo3k", INTERN),
+    ("images.grpo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("images.sft_vlm", ("--smoke-model", "qwen3_vl")),
+    ("images.ppo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("images.ppo_geo3k", GEMMA),
+    ("images.sft_vlm", GEMMA),
+    ("images.grpo_geo3k", INTERN),
 ]
 BY_HAND = {
     ("grpo_gsm8k", NPU),
-    ("grpo_geo3k", NPU),
-    ("ppo_geo3k", ()),
-    ("ppo_geo3k", ("--smoke-model", "qwen3_vl")),
-    ("sft_vlm", ("--smoke-model", "qwen3_vl")),
-    ("sft_vlm", GEMMA),
-    ("grpo_geo3k", INTERN),
+    ("images.grpo_geo3k", NPU),
+    ("images.ppo_geo3k", ()),
+    ("images.ppo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("images.sft_vlm", ("--smoke-model", "qwen3_vl")),
+    ("images.sft_vlm", GEMMA),
+    ("images.grpo_geo3k", INTERN),
 }
 """Those that no suite runs: the rest of the emulated platform's matrix, and of the families'."""
-ALWAYS = {("grpo_geo3k", ())}
+ALWAYS = {("images.grpo_geo3k", ())}
 """The one that every suite runs, with images and a KL penalty. Tests of the trainers have what else differs in the
 others."""
 
@@ -82,7 +85,8 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
     start, first, last = read_metrics(run)
     assert (first["step"], last["step"]) == (1, 2)
     assert load_tokenizer(str(run / "checkpoints" / "step_2" / "hf")).chat_template
-    if recipe.startswith("sft"):
+    name = recipe.rpartition(".")[2]
+    if name.startswith("sft"):
         assert last["heldout_loss"] < start["heldout_loss"]
         return
     told = [line.split(" s  ")[1] for line in done.stdout.splitlines() if line.startswith("start ")]
@@ -96,9 +100,10 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
         return
     assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
-    assert ("explained_variance" in last, "penalty" in last) == ((recipe.startswith("ppo"),) * 2)
-    assert ("kl" in last) == recipe.startswith("grpo")
-    if recipe == "grpo_geo3k":  # images beside answers and rewards
+    assert ("explained_variance" in last, "penalty" in last) == ((name.startswith("ppo"),) * 2)
+    assert ("kl" in last) == (name.startswith("grpo") and recipe not in MIXTURES)
+    assert ("expert_load_max" in last) == (recipe in MIXTURES)
+    if recipe in ("images.grpo_geo3k", MIXTURES[1]):  # images beside answers and rewards
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
     platform = "npu-emulated (emulated), which says nothing about pse" if options == NPU else "cpu (executed)<"
     assert platform in (run / "report.html").read_text()
@@ -112,7 +117,7 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
 
 
 CAN_START = [
-    *((name, (), "cpu") for name in RECIPES if (name, ()) not in ALWAYS),
+    *((name, (), "cpu") for name in (*RECIPES, *MIXTURES) if (name, ()) not in ALWAYS),
     (
         "dapo_math",
         ("--validation.patience", "2", "--data.heldout-sets", "aime", "none.jsonl", "--eval-every", "1"),
@@ -140,13 +145,13 @@ def test_small_it_can_start(monkeypatch, tmp_path, recipe, options, platform):
     (trainer,) = built
     config, run = trainer.config, tmp_path / f"{recipe}_smoke" / "run"
     assert (config.run_dir, config.steps, config.actor.ranks, config.platform) == (str(run), 2, 2, platform)
-    if recipe.startswith("sft"):
+    if "sft" in recipe:
         assert isinstance(trainer, SftTrainer)
         return
     in_reward = config.algorithm.parts.kl_in == "reward"
     assert ("critic" in trainer.models, in_reward) == (("ppo" in recipe,) * 2)
     assert ("reference" in trainer.models, trainer.objective.advantage is distill) == (
-        recipe != "dapo_math",
+        recipe not in ("dapo_math", *MIXTURES),
         recipe == "distill",
     )
 
@@ -188,18 +193,37 @@ SIZES = {
 @pytest.mark.parametrize("platform", ["cpu", "npu"])
 def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     """Of 80 GB as the recipe states, of a node's sixteen cards as its platform does."""
-    sees = recipe in ("grpo_geo3k", "ppo_geo3k", "sft_vlm")
+    sees = recipe in ("images.grpo_geo3k", "images.ppo_geo3k", "images.sft_vlm")
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B if sees else LLAMA_8B))
     others = [word for option in RECIPES[recipe] for word in (option, str(tmp_path))]
     settings = ["--model", str(tmp_path), "--platform", platform, *others]
     node = get_platform(platform).node
     text, fits = plan_recipe(f"recipes.{recipe}", settings, node.device_gb if node else 80.0)
-    ranks, engines, kv_cache_gb = SIZES[platform, recipe.startswith("sft")]
+    ranks, engines, kv_cache_gb = SIZES[platform, "sft" in recipe]
     assert fits and "= 4 ranks; " in text and f" of an optimizer step for each of {ranks // 4}\n" in text, text
     default = importlib.import_module(f"recipes.{recipe}").DEFAULT.move_to_platform(platform)
     assert default.actor.ranks == ranks and (not engines or default.rollout.engines == engines)
     (cache,) = re.findall(r"^rollout engines +[\d.]+ +0.000 +0.000 +([\d.]+)", text, re.M) or ["0"]
     assert float(cache) == kv_cache_gb, text
+
+
+@pytest.mark.parametrize("recipe", MIXTURES)
+@pytest.mark.parametrize(
+    ("platform", "device_gb", "ranks", "engines", "kv_cache_gb"),
+    [("cpu", 80, 8, 4, 24), ("cuda", 80, 8, 4, 24), ("npu", 64, 16, 8, 16)],
+)
+def test_a_mixture_fits_one_node(tmp_path, recipe, platform, device_gb, ranks, engines, kv_cache_gb):
+    """With a reserve of a tenth: experts may get more tokens on one rank than on others."""
+    text = QWEN3_VL_30B["text_config"] | {"model_type": "qwen3_moe", "rope_scaling": None, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_30B if "_vl_" in recipe else text))
+    settings = ["--model", str(tmp_path), "--platform", platform]
+    text, fits = plan_recipe(f"recipes.{recipe}", settings, 0.9 * device_gb)
+    assert fits and "16 of 128 on each rank; 8 for each token" in text and "at the canary" in text, text
+    default = importlib.import_module(f"recipes.{recipe}").DEFAULT.move_to_platform(platform)
+    assert (default.actor.ranks, default.rollout.devices, default.rollout.engines) == (ranks, ranks, engines)
+    assert default.rollout.kv_cache_mb == kv_cache_gb * 1024
+    node = get_platform(platform).node
+    assert platform == "cpu" or (node and ranks == node.devices)
 
 
 SMALL = {"smollm2": (9, 3, 576, 1536), "qwen05": (14, 2, 896, 4864), "gemma270": (4, 1, 640, 2048)}

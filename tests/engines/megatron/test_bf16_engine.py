@@ -4,9 +4,11 @@ import pytest
 import torch
 from support.cover import matrix
 from support.factors import LAYOUTS, PLATFORMS, parse_size
-from support.huggingface import compute_logprobs
+from support.huggingface import compute_logprobs, run_forward
+from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan
 from support.ranks.pool import draw_address
+from support.ranks.vlm_cases import make_images, make_vlm_batch, run_vlm_case
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
@@ -73,6 +75,41 @@ def test_it_is_as_exact_as_huggingface_in_bfloat16(compare, family, layout, plat
 def test_experts_are_as_exact_as_huggingface_in_bfloat16(compare, family, platform, layout):
     """Some tokens go to other experts than in fp32, there and here: not the same ones, since our router is in fp32."""
     compare(family, layout, platform)
+
+
+@pytest.fixture(scope="module")
+def images_and_experts(tmp_path_factory):
+    """A Qwen3-VL-MoE, images, the tokens that count, their logprobs by HuggingFace in fp32, and how far its own in
+    bfloat16 are from them on average."""
+    folder = make_vlm(tmp_path_factory.mktemp("qwen3_vl_moe"), "qwen3_vl_moe")
+    images, spec = make_images(tmp_path_factory.mktemp("images")), ModelSpec.from_folder(folder)
+    batch, found = make_vlm_batch(spec, images), []
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            outputs = run_forward(load_huggingface(spec, dtype), spec, batch, probe_loss).outputs
+        found.append(outputs.logprobs[batch.mask])
+    want, rounded = found
+    return folder, images, batch.mask, want, float((rounded - want).abs().mean())
+
+
+@pytest.mark.parametrize(
+    ("layout", "platform"),
+    [
+        ("thd", "cpu"),
+        *(pytest.param("bshd", platform, marks=pytest.mark.large) for platform in PLATFORMS),
+        *(pytest.param("thd", platform, marks=pytest.mark.large) for platform in PLATFORMS[1:]),
+    ],
+)
+def test_experts_that_see_images_are_as_exact_as_huggingface_in_bfloat16(
+    one_rank, images_and_experts, measured, layout, platform
+):
+    folder, images, mask, want, limit = images_and_experts
+    settings = BF16 | {"layout": layout}
+    (found,) = one_rank.run(run_vlm_case, draw_address(), folder, images, settings, platform)
+    logprobs = found["schedule"].restore([found["outputs"]]).logprobs[mask]
+    share = float((logprobs - want).abs().mean()) / limit
+    measured({f"{platform}, over HuggingFace's own": share})
+    assert 0 < share <= 1.5
 
 
 @matrix({"size": ("TP2", "PP2", "CP2"), "layout": LAYOUTS, "platform": ("cpu", "npu-emulated")})

@@ -7,28 +7,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.models import make_vlm
+from support.ranks.vlm_cases import QWEN3_VL_30B
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 
-PUBLISHED = json.loads("""{"architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655,
-    "model_type": "qwen3_vl_moe", "tie_word_embeddings": false, "video_token_id": 151656,
-    "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-    "text_config": {"attention_bias": false, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
-        "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144, "mlp_only_layers": [],
-        "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-        "rope_scaling": {"mrope_interleaved": true, "mrope_section": [24, 20, 20], "rope_type": "default"},
-        "rope_theta": 5000000, "vocab_size": 151936},
-    "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 1152, "in_channels": 3, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
-        "num_position_embeddings": 2304, "out_hidden_size": 2048, "spatial_merge_size": 2,
-        "temporal_patch_size": 2}}""")
-"""The config.json of Qwen3-VL-30B-A3B, without what no engine reads."""
-
 
 def read(folder: Path, **text) -> ModelSpec:
-    config = PUBLISHED | {"text_config": PUBLISHED["text_config"] | text}
+    config = QWEN3_VL_30B | {"text_config": QWEN3_VL_30B["text_config"] | text}
     (folder / "config.json").write_text(json.dumps(config))
     return ModelSpec.from_folder(folder)
 

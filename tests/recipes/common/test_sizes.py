@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 from support.program import run_program
 
-from engines.config import MegatronConfig
+from engines.config import MegatronConfig, VllmConfig
 from hardware.platform import Node
 from hardware.platforms import PLATFORMS, get_platform
 from recipes.common.sizes import fit_to_node
 from recipes.common.smoke import RecipeConfig, SftRecipeConfig, parse_recipe_config
+from rlworker import PlacementConfig
 
-RECIPE = RecipeConfig(actor=MegatronConfig(ranks=8, tp=4), prompts_per_step=256)
+STATED = 32768
+RECIPE = RecipeConfig(actor=MegatronConfig(ranks=8, tp=4), rollout=VllmConfig(kv_cache_mb=STATED), prompts_per_step=256)
 SUPERVISED = SftRecipeConfig(actor=MegatronConfig(ranks=8, tp=4))
 
 
@@ -32,6 +34,23 @@ def test_half_of_a_node_trains(devices, device_gb, ranks, engines, kv_cache_mb):
     assert (sized.actor.ranks, sized.rollout.engines, sized.rollout.kv_cache_mb) == (ranks, engines, kv_cache_mb)
     rollout = replace(RECIPE.rollout, engines=engines, kv_cache_mb=kv_cache_mb)
     assert sized == replace(RECIPE, actor=replace(RECIPE.actor, ranks=ranks), rollout=rollout), "and nothing else moves"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rollout_tp", "colocate", "ranks", "engines"),
+    [
+        ({"tp": 4, "ep": 8}, 2, True, 16, 8),  # all of them train, then sample
+        ({"tp": 4, "ep": 8}, 2, False, 8, 4),
+        ({"tp": 2, "pp": 3}, 4, False, 6, 2),  # of ten that are left an engine takes four
+        ({"tp": 4, "ep": 16}, 1, False, 16, 16),  # two machines, since half of one does not hold the experts once
+        ({"tp": 1, "pp": 2, "ep": 2, "etp": 2}, 1, True, 16, 16),
+    ],
+)
+def test_a_replica_has_its_experts_and_an_engine_its_devices(sizes, rollout_tp, colocate, ranks, engines):
+    actor, rollout = MegatronConfig(ranks=48, **sizes), VllmConfig(tp=rollout_tp, kv_cache_mb=STATED)
+    recipe = RecipeConfig(actor=actor, rollout=rollout, placement=PlacementConfig(colocate=colocate))
+    sized = fit_to_node(recipe, Node(16, 80))
+    assert (sized.actor.ranks, sized.rollout.engines, sized.rollout.kv_cache_mb) == (ranks, engines, STATED)
 
 
 @pytest.mark.parametrize(("devices", "ranks"), [(16, 16), (8, 8), (6, 4), (3, 4)])
@@ -55,12 +74,12 @@ def test_where_no_machine_is_known_a_recipe_keeps_its_sizes():
 @pytest.mark.parametrize(
     ("arguments", "want"),
     [
-        ((), ("cpu", 8, 1, 0)),
+        ((), ("cpu", 8, 1, STATED)),
         (("--platform", "npu"), ("npu", 8, 8, 24576)),
         (("--platform=npu", "--rollout.engines", "3"), ("npu", 8, 3, 24576)),
         (("--actor.ranks=4", "--rollout.kv-cache-mb", "512", "--platform", "npu"), ("npu", 4, 8, 512)),
         (("--rollout.engines", "1", "--platform", "npu"), ("npu", 8, 1, 24576)),  # what the recipe itself says, given
-        (("--platform", "npu-emulated"), ("npu-emulated", 8, 1, 0)),
+        (("--platform", "npu-emulated"), ("npu-emulated", 8, 1, STATED)),
     ],
 )
 def test_a_key_that_is_given_wins(monkeypatch, arguments, want):

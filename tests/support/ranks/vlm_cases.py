@@ -17,6 +17,20 @@ QWEN2_5_VL_7B = json.loads("""{"architectures": ["Qwen2_5_VLForConditionalGenera
         "spatial_patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
         "tokens_per_second": 2, "temporal_patch_size": 2}}""")
 """The config.json of Qwen2.5-VL-7B: older than ``text_config``, its language model's keys among the others."""
+QWEN3_VL_30B = json.loads("""{"architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655,
+    "model_type": "qwen3_vl_moe", "tie_word_embeddings": false, "video_token_id": 151656,
+    "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "text_config": {"attention_bias": false, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": true, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000, "vocab_size": 151936},
+    "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "in_channels": 3, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+        "num_position_embeddings": 2304, "out_hidden_size": 2048, "spatial_merge_size": 2,
+        "temporal_patch_size": 2}}""")
+"""The config.json of Qwen3-VL-30B-A3B, without what no engine reads."""
 IMAGE_SIZES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
 """Width and height of each image: one of a single token, one of several attention windows, one that is resized to
 whole patches, and one that is made smaller because it is over the limit."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import EXPERT_SIZES, IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, SIZES, parse_size
+from support.factors import EXPERT_SIZES, IMAGE_FAMILIES, LAYOUTS, PLATFORMS, RECOMPUTE, SIZES, parse_size
 from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.pool import draw_address
@@ -88,16 +88,25 @@ def experts(tmp_path_factory, images):
     return folder, compute_vlm_reference(folder, images, steps=3)
 
 
-OVER_RANKS = [pytest.param(size, layout, marks=pytest.mark.large) for size in EXPERT_SIZES for layout in LAYOUTS]
+WITH_EXPERTS = [
+    *(("one", layout, "cpu") for layout in LAYOUTS),
+    *(pytest.param(size, layout, "cpu", marks=pytest.mark.large) for size in EXPERT_SIZES for layout in LAYOUTS),
+    *(
+        pytest.param(size, layout, platform, marks=pytest.mark.large)
+        for platform in PLATFORMS[1:]
+        for size in ("one", "TP2-EP2")
+        for layout in LAYOUTS
+    ),
+]
 
 
-@pytest.mark.parametrize(("size", "layout"), [*(("one", layout) for layout in LAYOUTS), *OVER_RANKS])
-def test_experts(pool_of, images, experts, measured, size, layout):
+@pytest.mark.parametrize(("size", "layout", "platform"), WITH_EXPERTS)
+def test_experts(pool_of, images, experts, measured, size, layout, platform):
     """Of the weights too, after three steps."""
     folder, reference = experts
     settings = parse_size(size) | {"layout": layout, "optimizer": OPTIMIZER, "steps": 3}
-    ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings)
-    check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_vl_moe {layout}")
+    ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings, platform)
+    check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_vl_moe {layout} {platform}")
 
 
 TILED = ("qwen3_vl", "internvl")

@@ -1,7 +1,7 @@
 """Supervised training of a vision-language model on the answers of Geometry3K, or on any rows with images.
 
-    python -m recipes.sft_vlm --model FOLDER           a Qwen2.5-VL or Qwen3-VL of up to 8 billion parameters
-    python -m recipes.sft_vlm --smoke                  the same recipe, tiny, on a CPU
+    python -m recipes.images.sft_vlm --model FOLDER           a Qwen2.5-VL or Qwen3-VL of up to 8 billion parameters
+    python -m recipes.images.sft_vlm --smoke                  the same recipe, tiny, on a CPU
 
 The vision tower is frozen (``--actor.freeze``). The checkpoint's ``hf`` is a HuggingFace folder from which every RL
 recipe can start.
@@ -9,8 +9,8 @@ recipe can start.
 
 from dataclasses import replace
 
-from recipes import grpo_geo3k
 from recipes.common.smoke import SftVlmRecipeConfig, parse_recipe_config
+from recipes.images import grpo_geo3k
 from rlworker import OptimizerConfig, launch_supervised
 
 DEFAULT = SftVlmRecipeConfig(

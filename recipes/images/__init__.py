@@ -1,0 +1,1 @@
+"""Runs of models that see images or videos: ``python -m recipes.images.NAME --help``."""
