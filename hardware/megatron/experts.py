@@ -142,11 +142,10 @@ def measure_routing(routers: Sequence[Router], config, device: torch.device) -> 
         sums[2] = sum(router.load.sum() / router.mixture.chosen for router in routers)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     dist.all_reduce(sums)
-    smallest, largest = ends.tolist()
-    balance, z = (sums[:2] / sums[2].clamp(min=1)).tolist()
+    smallest, largest, balance, z, tokens = torch.cat([ends, sums]).tolist()  # one read of the device
     found = {"expert_load_min": -smallest, "expert_load_max": largest}
-    found |= {"router_aux_loss": balance} if config.moe_aux_loss_coeff else {}
-    return found | ({"router_z_loss": z} if config.moe_z_loss_coeff else {})
+    found |= {"router_aux_loss": balance / max(tokens, 1.0)} if config.moe_aux_loss_coeff else {}
+    return found | ({"router_z_loss": z / max(tokens, 1.0)} if config.moe_z_loss_coeff else {})
 
 
 def move_biases(routers: Sequence[Router], rate: float) -> None:

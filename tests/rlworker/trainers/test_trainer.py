@@ -484,7 +484,7 @@ def test_what_is_wrong_is_said_before_anything_starts(make_hf_model, data, tmp_p
         (replace(config, model=str(tmp_path / "none")), "does not exist"),
         (replace(config, data=replace(data, train=str(broken))), 'line 2: field "prompt" is missing'),
         (replace(config, data=replace(data, train="")), "set --data.train"),
-        (replace(config, actor=MegatronConfig(tp=4, ranks=4)), "tp=4 does not divide"),
+        (replace(config, actor=MegatronConfig(tp=3, ranks=3)), "tp=3 does not divide"),
     ]
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
