@@ -53,6 +53,6 @@ def _choose_otherwise(change: Callable[..., tuple[Tensor, Tensor]]) -> list[Patc
     from hardware.megatron.experts import Router
 
     def wrap(forward):
-        return lambda self, x: change(self, x, *forward(self, x))
+        return lambda self, x, *routes: change(self, x, *forward(self, x, *routes))
 
     return [(Router, "forward", wrap)]
