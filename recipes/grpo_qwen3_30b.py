@@ -9,11 +9,11 @@ In full, which is untested: one machine of eight devices of 80 GB, which trainer
 other experts, and its probability would jump further than PPO's clip expects.
 """
 
-from recipes.common.mathematics import INSTRUCTION, find_answer, math_reward
+from recipes import dapo_math
+from recipes.common.mathematics import find_answer, math_reward
 from recipes.common.smoke import RecipeConfig, parse_recipe_config
 from rlworker import (
     CheckpointConfig,
-    DataConfig,
     EnvironmentConfig,
     MegatronConfig,
     OptimizerConfig,
@@ -25,13 +25,7 @@ from rlworker import (
 
 DEFAULT = RecipeConfig(
     run_dir="runs/grpo_qwen3_30b",
-    data=DataConfig(
-        "hf:open-r1/DAPO-Math-17k-Processed/en:train",
-        answer_field="solution",
-        instruction=INSTRUCTION,
-        max_prompt_tokens=1024,
-        skip_long_prompts=True,
-    ),
+    data=dapo_math.DEFAULT.data,
     actor=MegatronConfig(
         ranks=8,
         tp=4,  # as many as the model has key-value heads

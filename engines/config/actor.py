@@ -224,7 +224,9 @@ class MegatronConfig:
     def _check_routers(self, model: ModelSpec) -> None:
         """Raise ValueError if settings of routers would do nothing."""
         if "router" in self.freeze and not model.experts:
-            raise ValueError("actor: freeze names 'router', and the model has no experts; leave it out")
+            raise ValueError(
+                "actor: freeze names 'router', and the model has no experts; leave it out of --actor.freeze"
+            )
         if not self.router_bias_rate:
             return
         if not model.experts or not model.experts.has_bias:

@@ -94,7 +94,8 @@ class Router(torch.nn.Module):
         if torch.is_grad_enabled():  # of a layer that is recomputed, the first pass has no gradient
             counts = torch.zeros_like(self.load).scatter_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
             self.load += counts
-            weights = self._add_losses(weights, logits, scores, counts)
+            if self.balance or self.z:
+                weights = self._add_losses(weights, logits, scores, counts)
         return weights, numbers
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -118,8 +119,6 @@ class Router(torch.nn.Module):
             balance = sum_balance_loss(shares, counts, self.mixture.chosen)
         if self.z:
             z = sum_z_loss(logits)
-        if not self.balance and not self.z:
-            return weights
         self.losses += torch.stack([balance, z]).detach()
         return cast(Tensor, AddedLoss.apply(weights, self._scale * (self.balance * balance + self.z * z)))
 
