@@ -34,6 +34,9 @@ VLLM_REASONS = {
     ),
     "it makes other pixels than the trainer sees": _names("mm_processor_kwargs media_io_kwargs"),
     "prompts are split over --rollout.engines": _names("data_parallel_size"),
+    "experts would move between devices, which no test of a weight sync here has tried": _names(
+        "enable_eplb eplb_config"
+    ),
     "it takes devices that were not set aside, or machines beside the engine's own": _names(
         "prefill_context_parallel_size nnodes node_rank"
     ),

@@ -116,6 +116,11 @@ class VllmConfig(SamplingConfig):
             from engines.pass_through import check_pass_through
 
             check_pass_through("vllm", self.vllm)
+        if self.spreads_experts and self.tp == 1:
+            raise ValueError(
+                "rollout: --rollout.vllm enable_expert_parallel shares out experts over the devices of an engine, "
+                "which are rollout.tp=1; raise --rollout.tp, or leave it out"
+            )
         batched = self.vllm.get("max_num_batched_tokens", VLLM_BATCHED_TOKENS)
         if isinstance(batched, int) and self.max_num_seqs > batched:
             raise ValueError(
@@ -127,6 +132,11 @@ class VllmConfig(SamplingConfig):
     def devices(self) -> int:
         """Number of devices of all engines."""
         return self.engines * self.tp
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Tell whether each device of an engine has some of the experts whole, and not a part of each."""
+        return bool(self.vllm.get("enable_expert_parallel"))
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError if vLLM would refuse the model, or compute it in another way than the trainer."""
@@ -162,8 +172,14 @@ class VllmConfig(SamplingConfig):
             "padded vocabulary": -(-model.vocab // VLLM_VOCAB_UNIT) * VLLM_VOCAB_UNIT,
         }
         sizes |= model.mlp_widths
+        if self.spreads_experts and not model.experts:
+            raise ValueError(
+                "rollout: --rollout.vllm enable_expert_parallel shares out experts, and the model has none; leave it "
+                "out"
+            )
         if model.experts:
-            sizes["experts' ffn size"] = model.experts.ffn
+            count, ffn = model.experts.count, model.experts.ffn
+            sizes |= {"experts": count} if self.spreads_experts else {"experts' ffn size": ffn}
         if model.vision:
             sizes |= {"vision tower's heads": model.vision.heads, "vision tower's ffn size": model.vision.ffn}
         for name, size in sizes.items():

@@ -19,6 +19,7 @@ class PlainWorker(RecordsRoutes, CPUWorker):
     def init_device(self) -> None:
         selector._cached_get_attn_backend.cache_clear()
         AttentionBackendEnum.CPU_ATTN.clear_override()  # an engine before this one may have had the image rule
+        _install_experts(self)
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
 
@@ -30,5 +31,13 @@ class ImageRuleWorker(RecordsRoutes, CPUWorker):
         from hardware.cpu import image_rule  # models of text alone load nothing of it
 
         image_rule.install()
+        _install_experts(self)
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
+
+
+def _install_experts(worker: CPUWorker) -> None:
+    if worker.parallel_config.enable_expert_parallel:
+        from hardware.cpu import rollout_experts  # engines without experts load nothing of it
+
+        rollout_experts.install()

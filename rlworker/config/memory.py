@@ -100,7 +100,8 @@ def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Nee
 def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     """Plan the devices of rollout engines: a part of the weights and a KV cache on each."""
     platform, tp = get_platform(config.platform), config.rollout.tp
-    sizes = MegatronConfig(ranks=tp, tp=tp, etp=tp if model.experts else 1)  # vLLM cuts each expert, too
+    ep, etp = (tp, 1) if config.rollout.spreads_experts else (1, tp)  # vLLM cuts experts, if it does not share them out
+    sizes = MegatronConfig(ranks=tp, tp=tp, ep=ep, etp=etp) if model.experts else MegatronConfig(ranks=tp, tp=tp)
     weights = sum(parameter.numbers for parameter in list_parameters(model, sizes, 0))
     copied = model.count_kv_heads(tp) - model.kv_heads / tp  # heads of keys and values, where devices have the same
     weights += int(2 * copied * model.layers * model.head_dim * model.hidden)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.huggingface import load_folder, measure_versions
+from support.models import make_language_model
 from support.ranks.vlm_cases import make_images, make_prompts
 from support.rollout_workers import Prompt, ask, draw, find_unlike, list_spans, make_requests, send, update_in_flight
 
@@ -29,13 +30,13 @@ def sampling(seed: int) -> Sampling:
     return Sampling(4, 1.0, 8, (seed,), (2, 11, 12, 13))
 
 
-def start(folder: str, tp: int):
-    """An engine of so many devices."""
+def start(folder: str, tp: int, **vllm):
+    """An engine of so many devices, with further arguments of vLLM."""
     from rlworker.cluster.worker_pool import start_workers
     from rlworker.cluster.workers import RolloutWorker
 
     (worker,) = start_workers(RolloutWorker, "cpu", [(0, tp)], tp)
-    ask(worker.start, ModelSpec.from_folder(folder), replace(CONFIG, tp=tp))
+    ask(worker.start, ModelSpec.from_folder(folder), replace(CONFIG, tp=tp, vllm=vllm))
     return worker
 
 
@@ -61,10 +62,14 @@ def change(folder: str, seed: int) -> list[tuple[str, torch.Tensor]]:
     return [(name, weights[name] * 1.1 + 0.02 * torch.randn(weights[name].shape)) for name in names]
 
 
-def compare_over_syncs(folder: str, prompts, measured, devices: int = 2) -> None:
+def compare_over_syncs(folder: str, prompts, measured, devices: int = 2, **vllm) -> None:
     """Compare engines of one and several devices before an update, after one in many buckets, and after one of which
-    the first half came twice, of other weights the first time."""
-    one, two = start(folder, 1), start(folder, devices)
+    the first half came twice, of other weights the first time.
+
+    Args:
+        vllm: arguments of vLLM for the engine of several devices.
+    """
+    one, two = start(folder, 1), start(folder, devices, **vllm)
     differences = [compare_engines(one, two, prompts, seed) for seed in (1, 2)]
     before = draw(two, prompts, sampling(3))
     for worker in (one, two):
@@ -77,8 +82,9 @@ def compare_over_syncs(folder: str, prompts, measured, devices: int = 2) -> None
     for worker in (one, two):
         send(worker, change(folder, 7), 100_000)
     differences += [compare_engines(one, two, prompts, 4)]
+    unread = {name for name, _ in change(folder, 7) if ".experts." in name}
     for columns in (0, 5):
-        assert find_unlike(two, change(folder, 7), columns) == set(), "of what all devices have"
+        assert find_unlike(two, change(folder, 7), columns) == unread, "of what all devices have"
         assert find_unlike(two, change(folder, 5), columns) == {name for name, _ in change(folder, 5)}
     end(one, two)
     measured({"several devices against one": max(differences)})
@@ -126,6 +132,28 @@ def test_two_devices_see_images(cluster, tmp_path, measured, family):
     (tmp_path / "images").mkdir()
     prompts = make_prompts(ModelSpec.from_folder(folder), make_images(tmp_path / "images"))
     compare_over_syncs(folder, prompts, measured)
+
+
+WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "qwen3_vl_moe")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.large if name == "qwen3_moe" else pytest.mark.product)
+        for name in WITH_EXPERTS
+    ],
+)
+def test_two_devices_share_out_experts(cluster, tmp_path, measured, family):
+    """Each has half of them whole, loads those alone of a sync, and leaves the others to the other device."""
+    prompts = PROMPTS
+    if family == "qwen3_vl_moe":  # whose folders have the experts of a layer in one tensor
+        folder = make_tiny_model(tmp_path / "model", family)
+        (tmp_path / "images").mkdir()
+        prompts = make_prompts(ModelSpec.from_folder(folder), make_images(tmp_path / "images"))
+    else:
+        folder = make_language_model(tmp_path / "model", family, False)
+    compare_over_syncs(folder, prompts, measured, enable_expert_parallel=True)
 
 
 def find_processes(worker) -> list:

@@ -230,6 +230,8 @@ def test_experts_by_hand_and_the_nearest_sizes_that_hold_them(tmp_path):
     shared = make_plan(replace(run, rollout=replace(run.rollout, tp=8)), models).needs[1].roles["rollout"]
     routers, copied = 48 * 128 * 2048, 48 * 2 * 64 * 2048
     assert shared.parameters == pytest.approx(2 * ((experts + dense - routers) / 8 + routers + copied), rel=1e-4)
+    shared_out = replace(run.rollout, vllm={"enable_expert_parallel": True})  # as many bytes, of whole experts
+    assert make_plan(replace(run, rollout=shared_out), models).needs[1].roles["rollout"] == rollout
     whole = replace(run, actor=replace(spread, ep=1))
     assert list_misfits(make_plan(whole, models), 80.0) and not list_misfits(plan, 80.0)
     assert find_nearest(whole, models, 80.0) == "--actor.ep 4"

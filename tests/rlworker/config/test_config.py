@@ -201,6 +201,25 @@ def test_a_model_that_devices_cannot_share_is_refused(make_hf_model, family, tp,
         rollout.check_model(ModelSpec.from_folder(make_hf_model(family, True)))
 
 
+def test_experts_are_shared_out_over_the_devices_of_an_engine(make_hf_model):
+    """And then need no width that the devices could cut."""
+    settings = dict(max_new_tokens=4, max_model_len=16, vllm={"enable_expert_parallel": True})
+    model = ModelSpec.from_folder(make_hf_model("qwen3_moe", False))
+    VllmConfig(tp=2, **settings).check_model(model)
+    narrow = dataclasses.replace(model.kinds[0].options.experts, ffn=31)
+    kinds = tuple(dataclasses.replace(k, options=dataclasses.replace(k.options, experts=narrow)) for k in model.kinds)
+    odd = dataclasses.replace(model, kinds=kinds)
+    VllmConfig(tp=2, **settings).check_cut(odd)
+    with pytest.raises(ValueError, match="tp=2 does not divide the model's 31 experts' ffn size"):
+        VllmConfig(tp=2, max_new_tokens=4, max_model_len=16).check_cut(odd)
+    with pytest.raises(ValueError, match=r"^rollout: --rollout.vllm enable_expert_parallel .* rollout.tp=1; raise"):
+        VllmConfig(**settings)
+    with pytest.raises(ValueError, match="enable_expert_parallel shares out experts, and the model has none"):
+        VllmConfig(tp=2, **settings).check_model(ModelSpec.from_folder(make_hf_model("qwen2", True)))
+    with pytest.raises(ValueError, match="experts would move between devices"):
+        VllmConfig(tp=2, vllm={"enable_eplb": True})
+
+
 def test_an_engine_takes_as_much_of_ray_as_its_devices():
     assert make_ray_options(get_platform("npu"), 4) == {"num_cpus": 4, "resources": {"NPU": 4}}
     assert RunConfig(rollout=VllmConfig(engines=2, tp=2), actor=MegatronConfig(ranks=3)).num_workers == 7
