@@ -95,7 +95,7 @@ def summarise(config: ToyConfig, wall_seconds: float, warm_up_seconds: float) ->
         "shuffle_rewards": config.shuffle_rewards,
         "seed": config.seed,
         "platform": describe(get_platform(config.platform)),
-    } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "dp")}
+    } | {name: getattr(actor, name) for name in ("layout", "tp", "pp", "cp", "ep", "dp")}
 
 
 def find_warm_model(config: ToyConfig) -> Path:

@@ -63,6 +63,7 @@ PPO = ["--critic.warmup-steps", "1", *VLM]
     ("recipe", "options"),
     [
         pytest.param("demos.ppo", PPO, marks=pytest.mark.large, id="ppo-dp2"),
+        pytest.param("demos.experts", ["--actor.layout", "bshd"], marks=pytest.mark.large, id="experts-ep2"),
         pytest.param("demos.vlm", VLM, marks=pytest.mark.product, id="vlm-dp2"),
         pytest.param("demos.vlm", VLM_NPU, marks=pytest.mark.product, id="vlm-tp2-npu"),
     ],
