@@ -93,7 +93,7 @@ def _count_layer(
     mlp = halves * ffn
     if options.experts:
         shared = options.experts.shared
-        mlp = _count_experts(options.experts, model.hidden, size, config.etp) * slots
+        mlp = count_experts(options.experts, model.hidden, size, config) * slots
         if config.megatron.get("moe_z_loss_coeff"):  # logits, and the logarithm of their sum
             mlp += (options.experts.count + 1) * FP32 * slots
         # With the input, of which the router has a copy, and the gate and the output that it scales.
@@ -115,7 +115,7 @@ _INDEX = 8
 """Bytes of a number of a token or an expert."""
 
 
-def _count_experts(experts: Experts, hidden: int, size: int, parts: int) -> float:
+def count_experts(experts: Experts, hidden: int, size: int, config: MegatronConfig) -> float:
     """Count the bytes that a mixture keeps for the backward pass, for each slot as if it held a token.
 
     For each token: its hidden state in fp32 and its place; scores, and the chosen ones before and after they are
@@ -123,9 +123,21 @@ def _count_experts(experts: Experts, hidden: int, size: int, parts: int) -> floa
     weight; the weight, its expert and two places. Of an expert in several parts each rank has a row. Experts are taken
     to get equally many tokens.
     """
-    row = (parts * hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
-    token = (hidden * FP32 if size < FP32 else 0) + (experts.count + 2 * experts.chosen) * FP32 + _INDEX
+    row = (config.etp * hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
+    token = hidden * FP32 + (experts.count + 2 * experts.chosen) * FP32 + _INDEX
     return experts.chosen * row + token
+
+
+def count_dispatched(experts: Experts, hidden: int, config: MegatronConfig) -> float:
+    """Count the bytes for each slot of the rows that are on their way from experts, beside what a mixture keeps.
+
+    A row is the hidden state of a token and one of its experts. Without an exchange there are the experts' outputs, and
+    the same in order of tokens. With one there are the rows that were sent, those that arrived, the experts' outputs,
+    the same in order of ranks, and those that came back; of an expert in several parts all but the first once for each.
+    Beside them each token has a hidden state in fp32, or two in 16 bits: its copy before and its sum after.
+    """
+    rows = 1 + 4 * config.etp if config.ep * config.etp > 1 else 2
+    return (rows * experts.chosen * get_itemsize(config.dtype) + FP32) * hidden
 
 
 @dataclass(frozen=True)
@@ -186,12 +198,15 @@ def estimate_activations(
     """Estimate the peak bytes of a stage's rank beside its weights, gradients and optimizer state.
 
     The peak is the bytes that autograd keeps plus the larger of two temporary sets. The first is a recomputed layer
-    with the buffers of its attention's backward kernel. The second, on the last stage, is the logits of one chunk with
-    their gradient, and the output weight's gradient in fp32 and in the weight's type. The first stage adds the vision
-    tower's activations, as if every token were an image's. Gradients between two operators are left out.
+    with the buffers of its attention's backward kernel or, where they are more, with the rows of its experts. The
+    second, on the last stage, is the logits of one chunk with their gradient, and the output weight's gradient in fp32
+    and in the weight's type. The first stage adds the vision tower's activations, as if every token were an image's.
+    Gradients between two operators are left out.
     """
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
-    head, is_last = 0.0, stage == config.pp - 1
+    head, is_last, dispatched = 0.0, stage == config.pp - 1, 0.0
+    if model.experts and any(options.experts for options in list_stage_options(model, config, stage)):
+        dispatched = count_dispatched(model.experts, model.hidden, config) * slots / tp
     if is_last and model.head == "language":
         head = FP32 * 2 * min(slots * model.vocab / tp, _HEAD_LOGITS)
         head += (FP32 + size) * model.vocab * model.hidden / tp if trainable else 0.0
@@ -201,12 +216,12 @@ def estimate_activations(
     if not trainable:
         options = set(list_stage_options(model, config, stage))
         largest = max(_count_layer(model, each, config, micro, kernels).whole for each in options)
-        return int(max(largest, head) + tower)
+        return int(max(largest + dispatched, head) + tower)
     kept = count_kept(model, config, stage, micro, kernels)
     sent = 0.0 if is_last else (config.pp - stage) * model.hidden * size * slots / tp  # on to the next stage
     heads = model.heads // tp, model.count_kv_heads(tp)
     kernel = kernels.count_backward_bytes(slots, micro.slots, micro.sequences, *heads, model.head_dim, size)
-    return int(kept.layers + sent + tower + max(kept.again + kernel, kept.loss + head))
+    return int(kept.layers + sent + tower + max(kept.again + max(kernel, dispatched), kept.loss + head))
 
 
 _MLP_TENSORS = {"silu": 4, "gelu": 2, "gelu_pytorch_tanh": 2, "quick_gelu": 3}

@@ -1,13 +1,25 @@
 """The planner's bytes against engines that are built."""
 
+import weakref
+
 import pytest
+import torch
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, TWO_RANKS, parse_size
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from engines.megatron.memory.activations import MicroBatch, count_copied_slots, count_kept
+from engines.megatron.memory.activations import (
+    MicroBatch,
+    count_copied_slots,
+    count_dispatched,
+    count_experts,
+    count_kept,
+    get_itemsize,
+)
 from engines.probes.saved_bytes import SavedBytes
 from rlworker.checks.huggingface import probe_loss
 
@@ -22,7 +34,6 @@ MODELS = {
 
 def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict, head: str) -> dict:
     """What an engine holds, and what was planned for its rank."""
-    import torch
     from megatron.core import parallel_state as mpu
 
     from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
@@ -104,8 +115,6 @@ TOKENS, SEQUENCES = 64, 8
 
 
 def count_bytes(engine, sequences: list[list[int]], prompt: int) -> tuple:
-    import torch
-
     from engines.batch.batch import TrainBatch
 
     batch = TrainBatch.from_ids(sequences, [prompt] * len(sequences))
@@ -172,6 +181,77 @@ def test_what_autograd_keeps_is_planned(pool_of, make_hf_model, measured, family
         apart = planned / found - 1
         measured({"planned over kept - 1": abs(apart)})
         assert abs(apart) < WITHIN
+
+
+def list_tensors(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators made and that someone still has: ``now`` and, at ``most``."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in list_tensors((args, kwargs))}
+        for storage in (tensor.untyped_storage() for tensor in list_tensors(made)):
+            if (place := storage._cdata) not in given | self.sizes.keys():
+                self.sizes[place] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.drop, place)
+        self.most = max(self.most, self.now)
+        return made
+
+    def drop(self, place: int) -> None:
+        self.now -= self.sizes.pop(place)
+
+
+def measure_experts(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
+    """What autograd held of a pass, what a layer of experts made of a micro-batch on average, and what was planned."""
+    from hardware.megatron.experts import ExpertLayer
+
+    engine = build_engine(rank, world, address, folder, settings)
+    ids = torch.randint(3, 90, (SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(3)).tolist()
+    kept, shard, _ = count_bytes(engine, ids, 1)
+    layer, live, made = next(part for part in engine.module.modules() if isinstance(part, ExpertLayer)), LiveBytes(), []
+
+    def forward(*args, **kwargs):
+        with live:
+            before = live.most = live.now
+            found = ExpertLayer.forward(layer, *args, **kwargs)
+        made.append(live.most - before)
+        return found
+
+    layer.forward = forward
+    count_bytes(engine, ids, 1)
+    config, model, slots = engine.config, engine.model, shard.counts[0] * TOKENS
+    own = count_experts(model.experts, model.hidden, get_itemsize(config.dtype), config)
+    own += count_dispatched(model.experts, model.hidden, config)
+    return {
+        "kept": kept,
+        "planned": count_kept(model, config, 0, MicroBatch(slots, shard.counts[0]), engine.platform.kernel_memory).most,
+        "made": sum(made) / len(made),
+        "planned to be made": own * slots / config.tp / config.cp,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "size",
+    ["TP2-EP2", *(pytest.param(size, marks=pytest.mark.large) for size in ("DP2", "DP2-EP2", "TP2-ETP2", "CP2-EP2"))],
+)
+def test_what_experts_of_other_ranks_take_is_planned(pool_of, make_hf_model, measured, size, dtype):
+    """Over the ranks together: a rank with popular experts has more rows, another fewer."""
+    settings = parse_size(size) | {"micro_batch_tokens": 2 * TOKENS, "share": "none", "dtype": dtype}
+    ranks = pool_of(size).run(measure_experts, draw_address(), make_hf_model("qwen3_moe", False), settings)
+    total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+    apart = [total["planned"] / total["kept"] - 1, total["planned to be made"] / total["made"] - 1]
+    measured({"planned over kept - 1": apart[0], "planned over made - 1": apart[1]})
+    assert max(map(abs, apart)) < WITHIN
 
 
 def measure_shared(rank: int, world: int, address: str, folder: str, settings: dict) -> tuple[int, float]:
