@@ -2,7 +2,8 @@
 
 vLLM joins tensors, splits them over devices and, on a CPU, multiplies with packed copies of an opaque format. Its own
 loaders load tensors without data here; each copy that they would make shows the place of rows and columns. A packed
-copy is read by computing with it: its product with a unit vector is a column, bit for bit.
+copy is read by computing with it: its product with a unit vector is a column, bit for bit. Packed experts, whose
+product is no linear one, are read where packing moved their numbers to.
 """
 
 from __future__ import annotations
@@ -100,6 +101,11 @@ class ReadBack:
     ) -> Iterator[Tensor]:
         """Sum columns of a parameter as ``sum_columns`` does, of itself and of every packed copy: ``[rows]`` each."""
         kept = getattr(module, name)
+        if isa := _find_packing(module):
+            order, flat = _trace_packing(kept[:1], isa), (int(shape[1]), int(shape[2]))
+            parts = (_unpack_expert(expert, order, flat) for expert in kept.detach())
+            yield torch.cat([sum_columns(part, places, columns, self._dtype) for part in parts])
+            return
         if kept.shape == shape:
             yield sum_columns(kept.detach().reshape(shape[0], -1), places, columns, self._dtype)
         for user in self._list_users(module) if name == "weight" else ():
@@ -165,9 +171,42 @@ def _trace_loads(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
         if name is None or place is None:
             continue
         module, parameter, whole = place
-        taken, given = _find_block(source, sent[name].shape), _find_block(target, whole.shape)
+        # A stack of experts, [experts, rows, columns], is read as one below another.
+        stacked = _find_packing(module) and whole.dim() == 3
+        shape = (whole.shape[0] * whole.shape[1], whole.shape[2]) if stacked else whole.shape
+        taken, given = _find_block(source, sent[name].shape), _find_block(target, shape)
         if taken and given:
             yield _Load(name, prod(sent[name].shape[1:]), taken, module, parameter, whole.shape, given)
+
+
+def _find_packing(module: nn.Module) -> str:
+    """Find the instructions for which a CPU's layer of experts has packed its weights; empty of any other module."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    return "" if getattr(experts, "_use_zentorch", True) else getattr(experts, "isa", "")
+
+
+def _trace_packing(packed: Tensor, isa: str) -> Tensor:
+    """Trace where the numbers of an expert ``[1, rows, columns]`` lie that is packed, alike in all: ``[n]`` long, the
+    place of each before. Their places are packed in four digits, since bfloat16 counts no further than 256."""
+    from vllm._custom_ops import cpu_prepack_moe_weight  # older versions, on other platforms, have none
+
+    places = torch.arange(packed.numel(), device=packed.device)
+    order = torch.zeros_like(places)
+    for shift in (0, 8, 16, 24):
+        digit = (places >> shift & 255).to(packed.dtype).view(packed.shape)
+        order += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
+    return order
+
+
+def _unpack_expert(packed: Tensor, order: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Undo the packing of an expert ``[rows, columns]``, and the zeros that were put in below the rows of its gate and
+    its up projection, or beside the columns of its down projection."""
+    rows, columns = shape
+    moved = torch.empty_like(order, dtype=packed.dtype).index_copy_(0, order, packed.flatten()).view(packed.shape)
+    if len(moved) > rows:
+        moved = moved.unflatten(0, (2, -1))[:, : rows // 2].flatten(0, 1)
+    return moved[:, :columns]
 
 
 def _find_storage(tensor: Tensor) -> int:

@@ -74,7 +74,7 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
     worker, model, prompts = rollout
     hf = load_huggingface(model)
     send(worker, hf, model)
-    unread = {name for name in name_weights(hf, model) if ".experts." in name}  # which vLLM joins
+    unread = {name for name in name_weights(hf, model) if ".experts." in name}  # fused ones, which vLLM turns
     for label in ("before", "after"):
         completions = draw(worker, prompts, sampling(temperature=temperature))
         found = by_kind(model, hf, prompts, completions, temperature)
