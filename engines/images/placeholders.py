@@ -8,7 +8,7 @@ so that an image's newlines and the text's may be one token.
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,11 @@ def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpe
         else:
             place += image.tokens(vision.merge) if image else 1
         collapsed.append(token)
-    if vision.tower.tiles:
-        return _strip_marks(collapsed, vision)
+    if vision.tower.tiles:  # of start, image and end the image stays
+        start, image, end = vision.start_token, vision.image_token, vision.end_token
+        pairs = list(pairwise([None, *collapsed, None]))  # each id with the one before it, and with the one after it
+        kept = (pairs[i] != (image, end) and pairs[i + 1] != (start, image) for i in range(len(collapsed)))
+        return list(compress(collapsed, kept))
     return _strip_margins(collapsed, model) if vision.tower.margin else collapsed
 
 
@@ -127,13 +130,6 @@ def check_margins(ids: Sequence[int], vision: VisionSpec, newlines: dict[int, in
                     f"vLLM would not find the image again: expected {text} newlines of the text's own {side} <image>; "
                     "remove the others"
                 )
-
-
-def _strip_marks(ids: list[int], vision: VisionSpec) -> list[int]:
-    """Leave of ``start image end`` the image token."""
-    start, image, end = vision.start_token, vision.image_token, vision.end_token
-    pairs = list(pairwise([None, *ids, None]))  # each id with the one before it, and with the one after it
-    return [ids[i] for i in range(len(ids)) if pairs[i] != (image, end) and pairs[i + 1] != (start, image)]
 
 
 def _strip_margins(ids: list[int], model: ModelSpec) -> list[int]:

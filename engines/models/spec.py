@@ -275,16 +275,16 @@ class ModelSpec(DecoderSizes):
         """
         lookup = 0 if self.tied else self.vocab * self.hidden
         named = (w for w in self.weights.values() if w.part in ("language", "router") and not w.is_buffer)
-        weights = sum(self._count_used(weight) for weight in named) - lookup
+        # A token is multiplied by the weights of its own experts alone.
+        used = self.experts.chosen / self.experts.count if self.experts else 1
+        weights = -lookup + sum(
+            math.prod(shape) * (used if "ep" in weight.cut.values() else 1)
+            for weight in named
+            for shape in weight.tensors.values()
+        )
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
         pairs = sum(length**2 for length in lengths) / 2
         return 6.0 * weights * tokens + 12.0 * self.layers * self.heads * self.head_dim * pairs
-
-    def _count_used(self, weight: Weight) -> float:
-        """Count the elements that a token is multiplied by: those of its own experts alone."""
-        count = sum(math.prod(shape) for shape in weight.tensors.values())
-        is_expert = self.experts and "ep" in weight.cut.values()
-        return count * self.experts.chosen / self.experts.count if self.experts and is_expert else count
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:

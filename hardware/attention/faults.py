@@ -161,19 +161,18 @@ def _is_owner(sharing: Sharing, number: int, other: int) -> bool:
     return other == sharing.owners[number]
 
 
-def _is_sibling(sharing: Sharing, number: int, other: int) -> bool:
-    return other != number and bool(sharing.counts[other]) and sharing.owners[other] == sharing.owners[number]
-
-
-def _is_stranger(sharing: Sharing, number: int, other: int) -> bool:
-    return not sharing.counts[other] and other != sharing.owners[number]
-
-
 _SHARED_WRONGLY = {
-    "the prompt of another group": _share_otherwise(_is_stranger),
+    "the prompt of another group": _share_otherwise(
+        lambda sharing, number, other: not sharing.counts[other] and other != sharing.owners[number]
+    ),
     "the last key of a prompt missing": _share_otherwise(_is_owner, -1),
     "a token of the owner's answer seen": _share_otherwise(_is_owner, 1),
-    "siblings see each other": _share_otherwise(_is_sibling, 1),
+    "siblings see each other": _share_otherwise(
+        lambda sharing, number, other: (
+            other != number and sharing.counts[other] and sharing.owners[other] == sharing.owners[number]
+        ),
+        1,
+    ),
 }
 SHARING_FAULTS = (*_SHARED_WRONGLY, "own tokens from the first key on")
 """Names of the faults that show only where sequences share slots."""

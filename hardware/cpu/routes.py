@@ -61,7 +61,11 @@ class RouteRecorder:
         batch, counts = self._runner.input_batch, scheduled.num_scheduled_tokens
         names = batch.req_ids
         firsts = batch.num_computed_tokens_cpu[: len(names)].tolist()
-        slots = [self._list_slots(row, first + counts[name]) for row, (name, first) in enumerate(zip(names, firsts))]
+        table = batch.block_table[0]
+        slots = []  # of each request, one for each of its tokens so far
+        for name, first, blocks in zip(names, firsts, table.get_numpy_array(), strict=False):
+            places = np.arange(first + counts[name])
+            slots.append(blocks[places // table.block_size] * table.block_size + places % table.block_size)
         written = np.concatenate([every[first:] for every, first in zip(slots, firsts)])
         experts = np.full((len(written), *self._of_slots.shape[1:]), NO_ROUTE, np.uint8)
         for layer, chosen in self._of_pass.items():
@@ -81,12 +85,6 @@ class RouteRecorder:
                     f"rollout: the experts of {int(unknown.sum())} tokens of a cached prompt are not known; set "
                     "--rollout.vllm enable_prefix_caching False"
                 )
-
-    def _list_slots(self, row: int, count: int) -> np.ndarray:
-        """List the slots of the first ``count`` tokens of a request."""
-        table = self._runner.input_batch.block_table[0]
-        places = np.arange(count)
-        return table.get_numpy_array()[row, places // table.block_size] * table.block_size + places % table.block_size
 
 
 def _read_name(name: str) -> Sample:

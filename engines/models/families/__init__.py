@@ -11,16 +11,11 @@ from pathlib import Path
 from engines.models.family import Family
 
 
-def _list_files() -> dict[str, str]:
-    """List the file of every family: ``model_type`` -> module."""
+def list_families() -> dict[str, str]:
+    """List the families that there are files of: ``model_type`` -> module."""
     modules = (module.name for module in pkgutil.walk_packages(__path__, f"{__name__}.") if not module.ispkg)
     named = {name.rpartition(".")[2]: name for name in modules}
     return {name: module for name, module in sorted(named.items()) if not name.startswith("_")}
-
-
-def list_families() -> list[str]:
-    """List the ``model_type`` of every family that there is a file of."""
-    return list(_list_files())
 
 
 def find_family(model_type: object, path: Path) -> Family:
@@ -32,7 +27,7 @@ def find_family(model_type: object, path: Path) -> Family:
     Raises:
         ValueError: there is no file of that name, or it states another ``model_type``.
     """
-    files = _list_files()
+    files = list_families()
     if not isinstance(model_type, str) or model_type not in files:
         raise ValueError(
             f"model: {path} has model_type {model_type!r}, expected one of {list(files)}; to train another family, "

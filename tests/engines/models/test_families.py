@@ -52,10 +52,10 @@ def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_m
     from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
     from hardware.platform import KernelMemory
 
-    folder, ours = make_hf_model("llama", tied), families.list_families()
+    folder, ours = make_hf_model("llama", tied), list(families.list_families())
     copied = copy_model(folder, tmp_path / "model", "llama_again")
     with families_in(write_family(tmp_path / "families", "llama_again")):
-        assert families.list_families() == sorted([*ours, "llama_again"]) and "qwen3_vl" in ours
+        assert list(families.list_families()) == sorted([*ours, "llama_again"]) and "qwen3_vl" in ours
         for head in ("language", "value"):
             want, got = ModelSpec.from_folder(folder, head), ModelSpec.from_folder(copied, head)
             assert (want.model_type, got.model_type) == ("llama", "llama_again")
@@ -149,7 +149,7 @@ def test_the_page_on_models_has_every_family_and_what_each_platform_refuses():
             refused["rollout"] = is_refused(find_rollout_backend, platform.rollout_backends, rules)
             told = {part: row[f"{platform.name}: {part}"] == "refused" for part in refused}
             assert told == refused, (row["family"], platform.name)
-    assert list(shown) == families.list_families()
+    assert list(shown) == list(families.list_families())
     for name, inputs in shown.items():
         tower = families.find_family(name, Path("docs")).tower
         assert inputs == (["text"] if not tower else ["images"] if tower.no_videos else ["images", "videos"]), name
