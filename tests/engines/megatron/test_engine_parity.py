@@ -19,7 +19,7 @@ from support.factors import (
 )
 from support.huggingface import name_gradients, name_weights, run_forward
 from support.new_platform import NAME, run_on_added, write_platform
-from support.ranks.engines_cases import LENGTHS, make_batch, run_case
+from support.ranks.engines_cases import LENGTHS, STEPS, make_batch, run_case
 from support.ranks.pool import draw_address
 
 from engines.batch.shard import TokenOutputs
@@ -28,7 +28,6 @@ from rlworker.checks.huggingface import load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
 """Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
-STEPS = 2
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 """Ids per sequence: one with a single input and one with none, no two alike, and an odd count of inputs at the end, so
 that alignment pads after the last one too."""
+STEPS = 3
+"""Optimizer steps after which weights are compared."""
 
 
 def start_process(rank: int, name: str = "cpu"):
@@ -152,7 +154,7 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
         return optimizer_step()
 
     engine.optimizer.step = take_watched_step  # gradients are clipped in place by the step, so they are read before it
-    results = [engine.train_step(shard, probe_loss, denominator) for _ in range(2)]
+    results = [engine.train_step(shard, probe_loss, denominator) for _ in range(STEPS)]
     weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
     return {
         "schedule": schedule,
