@@ -101,7 +101,7 @@ class ReadBack:
     ) -> Iterator[Tensor]:
         """Sum columns of a parameter as ``sum_columns`` does, of itself and of every packed copy: ``[rows]`` each."""
         kept = getattr(module, name)
-        if isa := _find_packing(module):
+        if isa := _find_packing(module, shape):
             order, flat = _trace_packing(kept[:1], isa), (int(shape[1]), int(shape[2]))
             parts = (_unpack_expert(expert, order, flat) for expert in kept.detach())
             yield torch.cat([sum_columns(part, places, columns, self._dtype) for part in parts])
@@ -172,15 +172,18 @@ def _trace_loads(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
             continue
         module, parameter, whole = place
         # A stack of experts, [experts, rows, columns], is read as one below another.
-        stacked = _find_packing(module) and whole.dim() == 3
-        shape = (whole.shape[0] * whole.shape[1], whole.shape[2]) if stacked else whole.shape
+        is_packed = bool(_find_packing(module, whole.shape))
+        shape = (whole.shape[0] * whole.shape[1], whole.shape[2]) if is_packed else whole.shape
         taken, given = _find_block(source, sent[name].shape), _find_block(target, shape)
         if taken and given:
             yield _Load(name, prod(sent[name].shape[1:]), taken, module, parameter, whole.shape, given)
 
 
-def _find_packing(module: nn.Module) -> str:
-    """Find the instructions for which a CPU's layer of experts has packed its weights; empty of any other module."""
+def _find_packing(module: nn.Module, shape: torch.Size) -> str:
+    """Find the instructions for which a CPU's layer of experts has packed a parameter of this shape; empty of others,
+    such as the experts' biases."""
+    if len(shape) != 3:
+        return ""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
     return "" if getattr(experts, "_use_zentorch", True) else getattr(experts, "isa", "")
