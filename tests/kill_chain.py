@@ -1,6 +1,7 @@
 """Runs that are killed and resumed: a chain of them must end where a run that nobody killed ends.
 
     python tests/kill_chain.py --kills 24 --seed 1
+    python tests/kill_chain.py --kills 24 --model experts       # shared out over the ranks, their choice replayed
     python tests/kill_chain.py --kills 10 --calculator runs/calculator    # of a run of that demo, for its warm model
     python tests/kill_chain.py --kills 24 --calculator runs/calculator --staleness 1
 
@@ -31,6 +32,7 @@ import psutil
 from safetensors import safe_open
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from engines.models.spec import ModelSpec
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig, DataConfig, RecoveryConfig
 from rlworker.config.validation import ValidationConfig
@@ -59,12 +61,17 @@ class Kill:
 
 
 def make_config(folder: Path, run: str, steps: int) -> RunConfig:
+    """Make the settings of a small run. Experts of its model are shared out over both ranks, and replayed."""
+    model = str(folder / "model")
+    has_experts = ModelSpec.from_folder(model).experts is not None
     return RunConfig(
-        model=str(folder / "model"),
+        model=model,
         run_dir=str(folder / run),
         data=DataConfig(str(folder / "data" / "train.jsonl"), max_prompt_tokens=8),
-        actor=MegatronConfig(ranks=2, optimizer=OptimizerConfig(lr=3e-3)),
-        rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=64, kv_cache_mb=64),
+        actor=MegatronConfig(ranks=2, ep=1 + has_experts, optimizer=OptimizerConfig(lr=3e-3)),
+        rollout=VllmConfig(
+            max_new_tokens=4, max_model_len=16, max_num_seqs=64, kv_cache_mb=64, replay_routes=has_experts
+        ),
         steps=steps,
         prompts_per_step=8,
         samples_per_prompt=4,
@@ -328,7 +335,7 @@ if __name__ == "__main__":
     else:
         import tempfile
 
-        from recipes.common.addition import make_data, make_model
+        from recipes.common.addition import make_data, make_expert_model, make_model
 
         options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
         count, seed = int(options.get("--kills", 24)), int(options.get("--seed", 0))
@@ -341,5 +348,6 @@ if __name__ == "__main__":
                 run_episode_chain(Path(folder), kills, steps, str(Path(toy).resolve()), staleness)
                 sys.exit()
             make_data(Path(folder) / "data")
-            make_model(Path(folder) / "model", seed=0)
+            make = make_expert_model if options.get("--model") == "experts" else make_model
+            make(Path(folder) / "model", seed=0)
             print(run_chain(Path(folder), draw_kills(count, seed, steps, phases=CHAIN_PHASES), steps))

@@ -3,6 +3,7 @@
     python tests/outages.py                            # every one of OUTAGES, NODES and MEMORY, and the control
     python tests/outages.py engine-sync rank-stopped   # some of them
     python tests/outages.py --ahead                    # rollouts run ahead, by one update
+    python tests/outages.py --experts                  # a mixture of experts, shared out over the ranks
 
 Where rollouts run ahead no two runs are equal. Then each step must have the same fields and the same prompts.
 
@@ -269,6 +270,7 @@ def parse_arguments() -> argparse.Namespace:
     every = [*OUTAGES, "control", *NODES, *MEMORY]
     parser.add_argument("names", nargs="*", default=every, metavar="NAME", help=", ".join(every))
     parser.add_argument("--ahead", action="store_true", help="let rollouts run ahead, by one update")
+    parser.add_argument("--experts", action="store_true", help="of a model with experts, shared out over the ranks")
     options = parser.parse_args()
     if unknown := set(options.names) - set(every):
         parser.error(f"there is no outage {sorted(unknown)[0]}, there are {', '.join(every)}")
@@ -276,7 +278,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(options: argparse.Namespace) -> None:
-    from recipes.common.addition import make_data, make_model
+    from recipes.common.addition import make_data, make_expert_model, make_model
     from rlworker.cluster.ray import running_ray
     from rlworker.cluster.worker_pool import keeping_workers
 
@@ -284,7 +286,7 @@ def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_data(folder / "data")
-        make_model(folder / "model", seed=0)
+        (make_expert_model if options.experts else make_model)(folder / "model", seed=0)
         if alone := [name for name in options.names if name not in NODES | MEMORY]:
             with running_ray(8, "cpu"), keeping_workers():
                 cause_all(folder, alone, staleness=staleness)
