@@ -1,7 +1,8 @@
 """A mixture of experts in the place of a layer's MLP: its router, the way of tokens to experts, grouped products.
 
-One grouped matrix product of torch computes all experts of a rank, on a CPU and on CUDA alike. Megatron-core 0.16.1
-needs TransformerEngine or grouped_gemm for that, its dispatcher needs CUDA streams, and it routes padding as well.
+One grouped matrix product of torch computes all experts of a rank, on a CPU and on CUDA alike; an NPU has an operator
+of its own. Megatron-core 0.16.1 needs TransformerEngine or grouped_gemm for that, its dispatcher needs CUDA streams,
+and it routes padding as well.
 """
 
 from collections.abc import Sequence
@@ -189,9 +190,22 @@ class GroupedExperts(MegatronModule):
         """
         own = torch.arange(self.count, device=numbers.device)
         ends = torch.searchsorted(numbers, own, right=True, out_int32=True)
-        gate, up = F.grouped_mm(x, self.weight1.flatten(1, 2).transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        gate, up = self.multiply(x, self.weight1.flatten(1, 2), ends).chunk(2, dim=-1)
         inner = (self.config.activation_func(gate) * up * weights[:, None]).to(x.dtype)
-        return F.grouped_mm(inner, self.weight2.transpose(1, 2), offs=ends)
+        return self.multiply(inner, self.weight2, ends)
+
+    @staticmethod
+    def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Multiply each expert's rows of ``x`` by its weight; a platform with an operator for it overrides this.
+
+        Args:
+            x: ``[n, i]``, expert by expert. weight: ``[experts, o, i]``. ends: ``[experts]`` int32, where the rows of
+                each expert end.
+
+        Returns:
+            ``[n, o]``.
+        """
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Name both weights for a checkpoint, as whole tensors that are cut by expert and by width."""
@@ -228,11 +242,14 @@ class ExpertLayer(MegatronModule):
 
     Args:
         mlp: spec of an MLP, whose width the shared expert has of its own.
+        grouped_experts: the platform's module of a rank's experts.
     """
 
-    def __init__(self, config, experts: Experts, mlp: ModuleSpec):
+    def __init__(
+        self, config, experts: Experts, mlp: ModuleSpec, grouped_experts: type[GroupedExperts] = GroupedExperts
+    ):
         super().__init__(config)
-        self.router, self.experts = Router(config, experts), GroupedExperts(config, experts)
+        self.router, self.experts = Router(config, experts), grouped_experts(config, experts)
         self.place = 0
         self.group = cast(ProcessGroup, mpu.get_expert_tensor_and_model_parallel_group())
         own = copy(config)

@@ -22,7 +22,7 @@ from torch import Tensor
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
-from hardware.megatron.experts import ExpertLayer
+from hardware.megatron.experts import ExpertLayer, GroupedExperts
 from hardware.megatron.form import PLAIN, LayerOptions
 from hardware.megatron.marks import mark_sequence_parallel
 
@@ -156,19 +156,28 @@ def build_layer_spec(
     core_attention: type[CoreAttention],
     plain_norm: type[torch.nn.Module] = RMSNorm,
     mlp: type[MLP] = MLP,
+    grouped_experts: type[GroupedExperts] = GroupedExperts,
 ) -> TransformerBlockSubmodules:
     """Build Megatron's local layers with our norms, the model family's options and a platform's core attention.
 
     Args:
         options: of each layer of this pipeline stage.
-        plain_norm, mlp: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne`` as norm.
+        plain_norm, mlp, grouped_experts: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne``
+            as norm.
 
     Raises:
         ValueError: the configuration has attention dropout, which the core attention does not support.
     """
     if config.attention_dropout:
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")
-    build = partial(_build_layer, config, core_attention=core_attention, plain_norm=plain_norm, mlp=mlp)
+    build = partial(
+        _build_layer,
+        config,
+        core_attention=core_attention,
+        plain_norm=plain_norm,
+        mlp=mlp,
+        grouped_experts=grouped_experts,
+    )
     layers = {each: build(each) for each in set(options)}
     norm = cast(Any, layers[options[-1]].submodules).input_layernorm
     return TransformerBlockSubmodules(layer_specs=[layers[each] for each in options], layer_norm=norm)
@@ -180,6 +189,7 @@ def _build_layer(
     core_attention: type[CoreAttention],
     plain_norm: type[torch.nn.Module],
     mlp: type[MLP],
+    grouped_experts: type[GroupedExperts],
 ) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
@@ -188,7 +198,8 @@ def _build_layer(
     parts.mlp.module = mlp
     if options.experts:
         # No ModuleSpec: of one with a class that it does not know, Megatron warns in every layer.
-        parts.mlp = SimpleNamespace(module=ExpertLayer, params={"experts": options.experts, "mlp": parts.mlp})
+        params = {"experts": options.experts, "mlp": parts.mlp, "grouped_experts": grouped_experts}
+        parts.mlp = SimpleNamespace(module=ExpertLayer, params=params)
     if options.post_norms:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.

@@ -21,9 +21,10 @@ class NpuLayers:
     def build_layer_spec(self, config, options=(PLAIN,)):
         from hardware.megatron.layers import build_layer_spec
         from hardware.npu.attention import NpuAttention
+        from hardware.npu.experts import NpuGroupedExperts
         from hardware.npu.layers import NpuRMSNorm, find_mlp
 
-        return build_layer_spec(config, options, NpuAttention, NpuRMSNorm, find_mlp(config))
+        return build_layer_spec(config, options, NpuAttention, NpuRMSNorm, find_mlp(config), NpuGroupedExperts)
 
     def build_attention_inputs(self, spec, rotary, override=()):
         from hardware.npu.attention_plan import build_attention_inputs

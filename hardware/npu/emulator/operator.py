@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hardware.attention.contract import NotEmulatedError
 from hardware.npu.emulator.contract import check
+from hardware.npu.emulator.grouped_matmul import multiply_groups
 from hardware.npu.emulator.layer_operators import REQUIREMENTS, compute
 from hardware.npu.emulator.schemas import SCHEMAS
 from hardware.npu.kernel_call import Call
@@ -27,7 +28,7 @@ def install() -> None:
     """Register the operators for tensors of the CPU in this process; a second call does nothing."""
     if _LIBRARIES:
         return
-    functions: dict[str, Callable[[dict], Any]] = {OPERATOR: _fusion_attention}
+    functions: dict[str, Callable[[dict], Any]] = {OPERATOR: _fusion_attention, "npu_grouped_matmul": multiply_groups}
     functions |= {name: partial(compute, name) for name in REQUIREMENTS}
     for name, function in functions.items():
         _LIBRARIES.append(_register(name, SCHEMAS[name], function))

@@ -182,6 +182,15 @@ def test_experts_chosen_with_a_bias_over_ranks(compare, size, layout):
     compare(size, "glm4_moe", False, {"layout": layout} | settings)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", ("one", *EXPERT_SIZES))
+def test_experts_on_an_npu(compare, size, layout):
+    """Products of experts by the NPU's operator, both gradients among them."""
+    settings = {"recompute": "full"} if layout == "thd" else MICRO["split"]
+    compare(size, "qwen3_moe", False, {"layout": layout} | settings, "npu-emulated")
+
+
 def test_experts_in_one_group(compare):
     compare("one", "glm4_moe-air", False, {})
 
