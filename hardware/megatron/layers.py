@@ -6,7 +6,6 @@ Imported by a platform's ``build_layer_spec`` alone, after the shims are in plac
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -170,15 +169,8 @@ def build_layer_spec(
     """
     if config.attention_dropout:
         raise ValueError(f"core attention: attention_dropout must be 0, got {config.attention_dropout}")
-    build = partial(
-        _build_layer,
-        config,
-        core_attention=core_attention,
-        plain_norm=plain_norm,
-        mlp=mlp,
-        grouped_experts=grouped_experts,
-    )
-    layers = {each: build(each) for each in set(options)}
+    modules = core_attention, plain_norm, mlp, grouped_experts
+    layers = {each: _build_layer(config, each, *modules) for each in set(options)}
     norm = cast(Any, layers[options[-1]].submodules).input_layernorm
     return TransformerBlockSubmodules(layer_specs=[layers[each] for each in options], layer_norm=norm)
 
