@@ -187,11 +187,11 @@ class Trainer(Run[RunConfig]):
             metrics |= self._update(batch)
         with self._phase(clock, "sync"):
             self.sync_weights()
-        self.steps_done += 1
-        self.manager.run_ahead(self.config.steps - self.steps_done)
+        self.manager.run_ahead(self.config.steps - self.steps_done - 1)
         with self._phase(clock, "canary"):
             self.check_canary()
             metrics |= step_metrics.measure_memory(self.processes)
+        self.steps_done += 1
         metrics |= step_metrics.measure_flops(self.models, batch, metrics, clock.seconds["time_update"])
         metrics["logprob_diff_limit"] = self.config.find_logprob_limits(self.floor)[0]
         metrics |= step_metrics.measure_batch(batch) | self.manager.measure_ahead(batch, version)
