@@ -1,13 +1,16 @@
 """The run folder: who has it, what a resumed run takes up, and which checkpoints stay."""
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from filelock import FileLock
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from rlworker.config.algorithm import AlgorithmConfig
@@ -86,6 +89,17 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
             folder.claim(RunConfig(resume=True))
     assert other.returncode == 0
     folder.claim(RunConfig(resume=True))
+
+
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EACCES, False)])
+def test_a_file_system_without_locks_is_written_to_all_the_same(tmp_path, monkeypatch, number, goes_on):
+    def refuse(lock):
+        raise OSError(number, "no lock")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    folder = RunFolder(str(tmp_path / "run"))
+    with nullcontext() if goes_on else pytest.raises(OSError, match="no lock"):
+        folder.claim(RunConfig(resume=True))
 
 
 def test_a_claim_that_comes_too_late_is_given_back(tmp_path, monkeypatch):
