@@ -98,7 +98,7 @@ def test_a_file_system_without_locks_is_written_to_all_the_same(tmp_path, monkey
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
     folder = RunFolder(str(tmp_path / "run"))
-    with nullcontext() if goes_on else pytest.raises(ValueError, match="cannot be written to: .* no lock"):
+    with nullcontext() if goes_on else pytest.raises(ValueError, match=r"cannot be written to: .* no lock"):
         folder.claim(RunConfig(resume=True))
 
 
