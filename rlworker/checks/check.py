@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 
 from engines.batch.samples import Request, Sampling
 from engines.batch.shard import get_logprobs
+from hardware.megatron.form import NO_ROUTE
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
@@ -138,6 +139,9 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
                 **difference
             )
         passed = all(value <= limit for value, limit in zip(found, limits, strict=True))
+        if part.routes is not None:
+            unknown = int((part.routes == NO_ROUTE).all(2).all(1).sum())
+            passed, text = passed and not unknown, f"{text}; {unknown} tokens without routes"
         place = where if count == 1 else f"{where}, engine {number}"
         findings.append(trainer.make_finding(check, place, passed, text))
     return findings

@@ -81,7 +81,8 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
         assert finding["outcome"] == "ok" and finding["text"].startswith(FAULTS[name].found_by), finding
         assert "raised" not in finding["text"], "found by its numbers, not because something fell over"
     clean = [finding for finding in found if finding["check"] == "no fault"]
-    models = ["qwen2, cp=1", "qwen2, cp=2", "qwen3_vl, cp=1", "gemma3, cp=1", "qwen3_moe, cp=1"]
+    models = [f"{name}, one rank" for name in ("qwen2", "qwen3_vl", "gemma3")]
+    models = [models[0], "qwen2, cp=2", *models[1:], "qwen2_moe, ep=2", "glm4_moe, etp=2"]
     assert [finding["where"] for finding in clean] == models
     if platform != "cpu":
         not_covered = {"cuda-emulated": "the precision of the device's", "npu-emulated": "pse"}[platform]
@@ -95,6 +96,9 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
     assert "layer 3 of 4 is the first to differ" in words["a layer that computes otherwise"]
     assert "all 4 layers agree: what differs is the output layer or its targets" in words["the label of a neighbour"]
     assert "layer 1 of 4 is the first to differ" in words["rotation from the wrong positions"]
+    assert re.search(r"bshd, tokens routed: \d+ tokens chose experts, expected \d+", words["padding routed"])
+    assert re.search(r"; [1-9]\d* tokens without routes", words["cached tokens without routes"])
+    assert "; 0 tokens without routes" in words["routes of the layer before"]
 
 
 def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
