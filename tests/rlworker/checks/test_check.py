@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,20 @@ def test_a_given_model_is_tested_with_the_faults_that_it_can_show(make_hf_model)
     assert list(list_real_faults(untied)) == always
     large = replace(tied, vocab=262_144)
     assert list(list_real_faults(large)) == [*always, "a tied head left behind", "log_softmax of a large vocabulary"]
+
+
+def test_faults_of_replay_are_planted_where_routes_are_recorded(monkeypatch):
+    from rlworker.checks import self_test
+
+    planted = {}
+    monkeypatch.setattr(self_test, "running_ray", lambda *_: nullcontext())
+    monkeypatch.setattr(self_test, "make_tiny_model", lambda folder, kind: kind)
+    monkeypatch.setattr(self_test, "_test_model", lambda config, kind, faults, tell: planted.update(faults) or [])
+    of_replay = {"routes of the token before", "routes of the layer before", "cached tokens without routes"}
+    for platform, absent in (("cpu", set()), ("cuda", of_replay)):
+        planted.clear()
+        self_test.run_self_test(CheckConfig(self_test=True, platform=platform), "", print)
+        assert set(FAULTS) - set(planted) == absent
 
 
 @pytest.mark.large
