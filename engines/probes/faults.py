@@ -275,7 +275,7 @@ FAULTS: dict[str, Fault] = {
     "experts' gradients summed over all ranks": _mixture(expert_faults.sum_over_all_ranks, "gradients"),
     "padding routed": _mixture(expert_faults.route_padding, "gradients"),
     "experts under the numbers of the next rank's": _mixture(sync_faults.rotate_ranks_of_experts, "weight sync"),
-    "experts packed as before": _late(sync_faults.leave_experts_packed, model="qwen2_moe", spread="ep"),
+    "experts not packed again": _late(sync_faults.leave_experts_packed, model="qwen2_moe", spread="ep"),
     "routers left out of a sync": _late(partial(sync_faults.leave_out, ".mlp.gate."), model="qwen2_moe", spread="ep"),
     "routes of the token before": _mixture(partial(expert_faults.shift_routes, 0), "rollout", replays=True),
     "routes of the layer before": _mixture(partial(expert_faults.shift_routes, 1), "rollout", replays=True),
