@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hardware.attention.cell import Patch
+from hardware.megatron.form import NO_ROUTE
 
 # -- weights of experts
 
@@ -120,22 +121,19 @@ def shift_routes(axis: int) -> list[Patch]:
     return [(engine, "join_routes", lambda join: lambda slots, routes: join(slots, routes.roll(1, axis)))]
 
 
-def forget_cached_routes() -> list[Patch]:
-    """Return no experts of tokens that vLLM found in a cache, for which the trainer then chooses by itself."""
-    from hardware.cpu import routes
+def forget_routes_of_prompts() -> list[Patch]:
+    """Return experts of a prompt's last token alone, as of a cached prompt: the trainer then chooses by itself."""
+    from engines.vllm import engine
 
-    def wrap(record):
-        def record_computed(self, scheduled):
-            record(self, scheduled)
-            batch = self._runner.input_batch
-            for name, cached in zip(batch.req_ids, batch.num_computed_tokens_cpu, strict=False):
-                parts = self._of_samples[routes._read_name(name)]
-                if len(parts) == 1:
-                    parts[0][:cached] = routes.NO_ROUTE
+    def wrap(cut):
+        def cut_computed(completion, prompt: int, routes):
+            found = cut(completion, prompt, routes)
+            found.routes[: prompt - 1] = NO_ROUTE
+            return found
 
-        return record_computed
+        return cut_computed
 
-    return [(routes.RouteRecorder, "_record", wrap)]
+    return [(engine, "cut_routes", wrap)]
 
 
 # -- gradients

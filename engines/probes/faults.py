@@ -280,7 +280,7 @@ FAULTS: dict[str, Fault] = {
     "routes of the token before": _mixture(partial(expert_faults.shift_routes, 0), "rollout", replays=True),
     "routes of the layer before": _mixture(partial(expert_faults.shift_routes, 1), "rollout", replays=True),
     "cached tokens without routes": _mixture(
-        expert_faults.forget_cached_routes, "rollout", where="rollouts", replays=True
+        expert_faults.forget_routes_of_prompts, "rollout", where="rollouts", replays=True
     ),
     "gate and up of experts cut as one": _glm(expert_faults.cut_gate_and_up_as_one, "layouts"),
     "a choice of experts without its bias": _glm(expert_faults.choose_without_bias, "layouts"),

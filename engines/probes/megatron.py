@@ -33,7 +33,7 @@ from hardware.megatron.experts import move_biases, sum_load
 _PASS_SLOTS = 2**14
 """Tokens that one pass takes at most."""
 _BIAS_STEP = 0.1
-"""How far ``step_weights`` moves the bias of an expert: of scores from 0 to 1 so far that tokens choose others."""
+"""How far ``step_biases`` moves the bias of an expert: of scores from 0 to 1 so far that tokens choose others."""
 _LOUD = 64.0
 """Size of the change to keys and values, so that one among thousands of tokens shows in bf16 too."""
 
@@ -307,10 +307,13 @@ def _gather_buffers(engine: MegatronEngine) -> None:
 
 @torch.no_grad()
 def step_weights(engine: MegatronEngine, rate: float) -> None:
-    """Subtract ``rate`` times the gradient in the buffers from the weights, equally on ranks that share a weight, and
-    move biases of experts, which have no gradient."""
+    """Subtract ``rate`` times the gradient in the buffers from the weights, equally on ranks that share a weight."""
     for parameter, gradient in _list_gradients(engine):
         parameter.add_(gradient, alpha=-rate)
+
+
+def step_biases(engine: MegatronEngine) -> None:
+    """Move the biases of experts, which have no gradient, by the load in the last ``take_gradients``."""
     move_biases(engine.routers, _BIAS_STEP)
 
 

@@ -21,7 +21,7 @@ from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.workers import TrainWorker
 from rlworker.rollouts.trajectory import to_batch
-from rlworker.trainers.agreement import compare_logprobs
+from rlworker.trainers.agreement import SyncedWeights, compare_logprobs
 
 _AWAY = {"float32": 1000.0, "bfloat16": 5.0}
 """Multiple of the limit by which other weights must move logprobs on average."""
@@ -70,13 +70,18 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send weights of a further step as ``version``, compare logprobs of samples, and send the first weights back."""
+    """Send weights of a further step as ``version``, compare logprobs of samples and the weights that the rollout
+    engines compute with, and send the first weights back."""
     trainer = engines.trainer
     try:
         moved, target = _move_weights(engines)
         trainer.tell("weight sync: other weights are sent")
-        send_weights(engines, version)
+        weights = SyncedWeights(engines.config.rollout.dtype)
+        weights.send(engines.actor, engines.rollouts.workers, version)
         findings = _compare_rollouts(engines, "weight sync", "after new weights")
+        unlike = weights.compare(engines.rollouts)
+        text = unlike or "no tensor that can be read differs from the one that was sent"
+        findings.append(trainer.make_finding("weight sync", "read back", not unlike, text))
         passed, text = moved >= target, f"logprobs moved by {moved:.1e} on average, expected {target:.1e}"
         findings.append(trainer.make_finding("weight sync", "new weights", passed, text))
     finally:
@@ -102,6 +107,7 @@ def _move_weights(engines: CheckedEngines) -> tuple[float, float]:
         if moved >= target:
             break
         rate = taken * min(1.1 * target / moved - 1, 1.0) if moved else taken
+    trainer.call_ranks("step_biases")  # last: they move logprobs far, whatever the weights do
     return moved, target
 
 
