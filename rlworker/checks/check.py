@@ -70,18 +70,18 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send weights of a further step as ``version``, compare logprobs of samples and the weights that the rollout
-    engines compute with, and send the first weights back."""
+    """Send weights of a further step as ``version``, compare the weights that rollout engines compute with, and
+    logprobs of samples, and send the first weights back."""
     trainer = engines.trainer
     try:
         moved, target = _move_weights(engines)
         trainer.tell("weight sync: other weights are sent")
         weights = SyncedWeights(engines.config.rollout.dtype)
         weights.send(engines.actor, engines.rollouts.workers, version)
-        findings = _compare_rollouts(engines, "weight sync", "after new weights")
         unlike = weights.compare(engines.rollouts)
         text = unlike or "no tensor that can be read differs from the one that was sent"
-        findings.append(trainer.make_finding("weight sync", "read back", not unlike, text))
+        findings = [trainer.make_finding("weight sync", "read back", not unlike, text)]
+        findings += _compare_rollouts(engines, "weight sync", "after new weights")
         passed, text = moved >= target, f"logprobs moved by {moved:.1e} on average, expected {target:.1e}"
         findings.append(trainer.make_finding("weight sync", "new weights", passed, text))
     finally:

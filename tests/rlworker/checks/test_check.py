@@ -98,6 +98,7 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
     assert "all 4 layers agree: what differs is the output layer or its targets" in words["the label of a neighbour"]
     assert "layer 1 of 4 is the first to differ" in words["rotation from the wrong positions"]
     assert re.search(r"bshd, tokens routed: \d+ tokens chose experts, expected \d+", words["padding routed"])
+    assert "4 of 154 tensors are not those that were sent" in words["routers left out of a sync"], "one of each layer"
     assert re.search(r"; [1-9]\d* tokens without routes", words["cached tokens without routes"])
     assert "; 0 tokens without routes" in words["routes of the layer before"]
 
