@@ -8,11 +8,12 @@ check lowers a rule (``Platform.list_faults``).
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 from unittest.mock import patch
 
 from engines.models.spec import ModelSpec
-from engines.probes import expert_faults, form_faults, sharing_faults
+from engines.probes import expert_faults, form_faults, sharing_faults, sync_faults
 from hardware.attention.cell import Patch
 from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.platform import Platform
@@ -25,16 +26,19 @@ class Fault:
     Attributes:
         patches: makes the patches when the fault is planted, since that imports the patched modules; None if the
             platform has them.
-        where: kind of process to plant it in. cp: context-parallel size at which it shows.
-        model: HuggingFace model_type of a tiny model on which it shows.
         found_by: the check that must find it; other checks may find it too.
+        where: kind of process to plant it in.
+        spread: parallel size that is 2 where it is planted, of two ranks; empty plants it into one rank.
+        model: HuggingFace model_type of a tiny model on which it shows.
+        replays: whether it shows only under router replay, which not every platform has.
     """
 
     patches: Callable[[], list[Patch]] | None
     found_by: str
     where: Literal["actor", "rollouts"] = "actor"
-    cp: int = 1
+    spread: Literal["", "cp", "ep", "etp"] = ""
     model: str = "qwen2"
+    replays: bool = False
 
 
 _PLANTED = ExitStack()
@@ -216,7 +220,7 @@ def _positions_of_the_neighbour() -> list[Patch]:
     return [(MegatronEngine, "forward_micro_batch", wrap)]
 
 
-# -- gradients and weights
+# -- gradients
 
 
 def _backward_drops_a_rank() -> list[Patch]:
@@ -228,58 +232,9 @@ def _backward_drops_a_rank() -> list[Patch]:
     return [(_GatherRanks, "backward", wrap)]
 
 
-def _stale_weights() -> list[Patch]:
-    from engines.vllm.worker import WeightSyncExtension
-
-    def wrap(take):
-        def skip_second_layer(self, weights):
-            return take(self, [(name, tensor) for name, tensor in weights if ".layers.1." not in name])
-
-        return skip_second_layer
-
-    return [(WeightSyncExtension, "take_weights", wrap)]
-
-
-def _all_weights_stale() -> list[Patch]:
-    from engines.vllm.worker import WeightSyncExtension
-
-    return [(WeightSyncExtension, "take_weights", lambda _: lambda self, weights: None)]
-
-
-def _small_terms_lost() -> list[Patch]:
-    import sys
-
-    import torch
-    from vllm.v1.sample.sampler import Sampler
-
-    # vLLM's own function instead of the platform's: it loses small terms of a large vocabulary
-    platforms = {sampler.__module__ for sampler in Sampler.__subclasses__()}
-    return [
-        (sys.modules[module], "compute_logprobs", lambda _: lambda logits: logits.log_softmax(-1, dtype=torch.float32))
-        for module in platforms
-    ]
-
-
-def _tied_head_left_behind() -> list[Patch]:
-    from engines.vllm import worker
-
-    return [(worker, "_repack_tied_heads", lambda _: lambda model: None)]
-
-
-def _swapped_names() -> list[Patch]:
-    from engines import weight_sync
-
-    def wrap(pack):
-        def swap_names(parts):
-            first, second = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
-            names = {first: second, second: first}
-            return pack([part._replace(name=names.get(part.name, part.name)) for part in parts])
-
-        return swap_names
-
-    return [(weight_sync, "_pack", wrap)]
-
-
+_late = partial(Fault, found_by="weight sync", where="rollouts")
+_mixture = partial(Fault, model="qwen2_moe", spread="ep")
+_glm = partial(Fault, model="glm4_moe", spread="etp")
 FAULTS: dict[str, Fault] = {
     # Sequences that begin alike are in the batch whose outputs are compared, not among those of a mask's probe.
     **{name: Fault(None, "layouts" if name in SHARING_FAULTS else "attention") for name in ATTENTION_FAULTS},
@@ -290,11 +245,11 @@ FAULTS: dict[str, Fault] = {
     "the label of a neighbour": Fault(_label_of_a_neighbour, "layouts"),
     "a layer that computes otherwise": Fault(_layer_computes_otherwise, "layouts"),
     "a column shifted": Fault(_column_shifted, "gradients"),
-    "stale weights": Fault(_stale_weights, "weight sync", where="rollouts"),
-    "a tied head left behind": Fault(_tied_head_left_behind, "weight sync", where="rollouts"),
-    "two names swapped on the way": Fault(_swapped_names, "weight sync"),
-    "rotation from the wrong positions": Fault(_wrong_positions, "layouts", cp=2),
-    "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", cp=2),
+    "stale weights": _late(partial(sync_faults.leave_out, ".layers.1.")),
+    "a tied head left behind": _late(sync_faults.leave_head_behind),
+    "two names swapped on the way": Fault(sync_faults.swap_names, "weight sync"),
+    "rotation from the wrong positions": Fault(_wrong_positions, "layouts", spread="cp"),
+    "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", spread="cp"),
     "one window over all images": Fault(_one_window_over_all_images, "images", model="qwen3_vl"),
     "features one row off": Fault(_features_one_row_off, "layouts", model="qwen3_vl"),
     "positions of the neighbour": Fault(_positions_of_the_neighbour, "layouts", model="qwen3_vl"),
@@ -310,21 +265,31 @@ FAULTS: dict[str, Fault] = {
             "image block off by one": form_faults.shift_image_block,
         }.items()
     },
-    **{
-        name: Fault(patches, "gradients" if "gradient" in name else "layouts", model="qwen3_moe")
-        for name, patches in {
-            "gate and up of experts swapped": expert_faults.swap_gate_and_up,
-            "the next expert": expert_faults.take_the_next_expert,
-            "chosen experts' weights not scaled": expert_faults.leave_weights_unscaled,
-            "the last chosen expert dropped": expert_faults.drop_the_last_choice,
-            "a router's gradient lost": expert_faults.lose_the_routers_gradient,
-        }.items()
-    },
+    "gate and up of experts swapped": _mixture(expert_faults.swap_gate_and_up, "layouts"),
+    "the next expert": _mixture(expert_faults.take_the_next_expert, "layouts"),
+    "chosen experts' weights not scaled": _mixture(expert_faults.leave_weights_unscaled, "layouts"),
+    "the last chosen expert dropped": _mixture(expert_faults.drop_the_last_choice, "layouts"),
+    "a shared expert left out": _mixture(expert_faults.leave_out_shared, "layouts"),
+    "a shared expert without its gate": _mixture(expert_faults.leave_out_gate, "layouts"),
+    "a router's gradient lost": _mixture(expert_faults.lose_the_routers_gradient, "gradients"),
+    "experts' gradients summed over all ranks": _mixture(expert_faults.sum_over_all_ranks, "gradients"),
+    "padding routed": _mixture(expert_faults.route_padding, "gradients"),
+    "experts under the numbers of the next rank's": _mixture(sync_faults.rotate_ranks_of_experts, "weight sync"),
+    "experts not packed again": _late(sync_faults.leave_experts_packed, model="qwen2_moe", spread="ep"),
+    "routers left out of a sync": _late(partial(sync_faults.leave_out, ".mlp.gate."), model="qwen2_moe", spread="ep"),
+    "routes of the token before": _mixture(partial(expert_faults.shift_routes, 0), "rollout", replays=True),
+    "routes of the layer before": _mixture(partial(expert_faults.shift_routes, 1), "rollout", replays=True),
+    "cached tokens without routes": _mixture(
+        expert_faults.forget_routes_of_prompts, "rollout", where="rollouts", replays=True
+    ),
+    "gate and up of experts cut as one": _glm(expert_faults.cut_gate_and_up_as_one, "layouts"),
+    "a choice of experts without its bias": _glm(expert_faults.choose_without_bias, "layouts"),
+    "biases of experts left out of a sync": _glm(sync_faults.send_first_biases, "weight sync"),
     "a rollout that sees images causally": Fault(
         form_faults.see_images_causally, "rollout", where="rollouts", model="gemma3"
     ),
     "an image cut by a chunk": Fault(form_faults.cut_images, "rollout", where="rollouts", model="gemma3"),
-    "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", cp=2),
+    "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", spread="cp"),
 }
 """Name of a fault -> fault."""
 
@@ -332,10 +297,10 @@ _LARGE_VOCAB = 200_000
 """Size of vocabulary from which on log_softmax's bias on a CPU exceeds the limit between rollout and trainer."""
 REAL_FAULTS: dict[str, Fault] = {
     "a rotary base of twice the size": Fault(_rotary_base_doubled, "layouts"),
-    "all weights stale": Fault(_all_weights_stale, "weight sync", where="rollouts"),
+    "all weights stale": _late(partial(sync_faults.leave_out, "")),
     "stale weights": FAULTS["stale weights"],
     "a tied head left behind": FAULTS["a tied head left behind"],
-    "log_softmax of a large vocabulary": Fault(_small_terms_lost, "rollout", where="rollouts"),
+    "log_softmax of a large vocabulary": Fault(sync_faults.lose_small_terms, "rollout", where="rollouts"),
 }
 """Faults that show on a model of any family."""
 

@@ -5,7 +5,6 @@ schedule, so they show the computation of training. They change inputs and compa
 multiplied by an exact zero, so it changes no bit.
 """
 
-import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
@@ -24,14 +23,17 @@ from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
 from engines.interfaces import LossFn
-from engines.megatron import engine as engine_module
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
+from engines.probes.head import scoring_some
 from hardware.attention.rules import Rule
+from hardware.megatron.experts import move_biases, sum_load
 
-_PASS_SLOTS, _PASS_LOGITS = 2**14, 2**26
-"""Tokens that one pass takes, and logits that it makes at most."""
+_PASS_SLOTS = 2**14
+"""Tokens that one pass takes at most."""
+_BIAS_STEP = 0.1
+"""How far ``step_biases`` moves the bias of an expert: of scores from 0 to 1 so far that tokens choose others."""
 _LOUD = 64.0
 """Size of the change to keys and values, so that one among thousands of tokens shows in bf16 too."""
 
@@ -173,7 +175,7 @@ def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]
 
 def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor) -> Tensor | None:
     """Compute ``[N, 2]``: at every token, the logprob of a target that is always the same, and the entropy; by
-    ``_some_logits``."""
+    ``scoring_some``."""
     batch = TrainBatch(
         case.lengths,
         ids,
@@ -185,7 +187,7 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
     as_text = patch.object(engine, "vision", None)  # image tokens are embedded as text is: there are no images
     # Copies begin alike until a token is changed: with what they share, their numbers would change too.
     settings = {"micro_batch_tokens": 10**9, "share": "none"} | _padded(engine)
-    with _settings(engine, **settings), as_text, _some_logits(engine):
+    with _settings(engine, **settings), as_text, scoring_some(engine):
         outputs = compute_outputs(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
@@ -255,6 +257,16 @@ def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: L
     return sum(float(g.norm()) ** 2 / (dense if getattr(p, "allreduce", True) else experts) for p, g in held)
 
 
+def count_routed(engine: MegatronEngine, kind: str, batch: TrainBatch) -> tuple[int, list[int]]:
+    """Count the tokens that the last ``take_gradients`` computed, and in each layer of experts of this rank's stage
+    those that chose experts."""
+    with _settings(engine, layout=kind):
+        computed = _plan(engine, batch, engine.dp_size).count_computed()
+    if not engine.routers:
+        return computed, []
+    return computed, (sum_load(engine.routers).sum(dim=1) // engine.routers[0].mixture.chosen).tolist()
+
+
 def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:
     """Return the named gradients in the buffers: HF name -> whole tensor, on the first replica's leader."""
     gradients = gather_gradients(engine, names)
@@ -300,6 +312,11 @@ def step_weights(engine: MegatronEngine, rate: float) -> None:
         parameter.add_(gradient, alpha=-rate)
 
 
+def step_biases(engine: MegatronEngine) -> None:
+    """Move the biases of experts, which have no gradient, by the load in the last ``take_gradients``."""
+    move_biases(engine.routers, _BIAS_STEP)
+
+
 def restore_weights(engine: MegatronEngine) -> None:
     """Load the weights of the model's folder again."""
     load_weights(engine.decoder, engine.model)
@@ -317,24 +334,6 @@ def _settings(engine: MegatronEngine, **changes):
     """Give the engine other settings for a while; rows of bshd share nothing, whatever is asked for in thd."""
     changes |= {"share": "none"} if changes.get("layout") == "bshd" else {}
     return patch.object(engine, "config", replace(engine.config, **changes))
-
-
-@contextlib.contextmanager
-def _some_logits(engine: MegatronEngine):
-    """Let the head score every n-th token, as many as ``_PASS_LOGITS`` allows. Of the others, each of which it would
-    take by itself, two sums of the last hidden state stand in for logprob and entropy."""
-    score = engine_module.score_tokens
-
-    def score_some(hidden: Tensor, weight: Tensor, target: Tensor, **settings) -> TokenOutputs:
-        rows = slice(None, None, max(1, -(-len(hidden) * engine.model.vocab // _PASS_LOGITS)))
-        found = score(hidden[rows], weight, target[rows], **settings)
-        states = hidden.float()
-        outputs = TokenOutputs(states.sum(-1), states @ torch.linspace(1, 2, states.shape[1], device=states.device))
-        outputs.logprobs[rows], outputs.entropy[rows] = found.logprobs, found.entropy
-        return outputs
-
-    with patch.object(engine_module, "score_tokens", score_some):
-        yield
 
 
 def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:

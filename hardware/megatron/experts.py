@@ -135,7 +135,7 @@ def measure_routing(routers: Sequence[Router], config, device: torch.device) -> 
     """
     ends, sums = torch.full((2,), -torch.inf, device=device), torch.zeros(3, device=device)
     if routers:
-        tokens = _sum_load(routers)
+        tokens = sum_load(routers)
         loads = tokens.float() * tokens.shape[1] / tokens.sum(dim=1, keepdim=True).clamp(min=1)
         ends = torch.stack([-loads.amin(), loads.amax()])
         sums[:2] = torch.stack([router.losses for router in routers]).sum(dim=0)
@@ -152,12 +152,12 @@ def move_biases(routers: Sequence[Router], rate: float) -> None:
     """Move the bias of each expert by ``rate``: up where its load is below the mean of its layer, down where above
     (Wang et al., arXiv:2408.15664). Collective over the ranks of a pipeline stage."""
     moved = [router for router in routers if router.bias is not None]
-    for router, tokens in zip(moved, _sum_load(moved).float() if moved else (), strict=True):
+    for router, tokens in zip(moved, sum_load(moved).float() if moved else (), strict=True):
         cast(Tensor, router.bias).add_((tokens.mean() - tokens).sign(), alpha=rate)
 
 
-def _sum_load(routers: Sequence[Router]) -> Tensor:
-    """Sum the load over the ranks of a pipeline stage: ``[layers, experts]`` long. Collective over them."""
+def sum_load(routers: Sequence[Router]) -> Tensor:
+    """Sum the load of a step over the ranks of a pipeline stage: ``[layers, experts]`` long. Collective over them."""
     tokens = torch.stack([router.load for router in routers])
     # Each rank of a stage has tokens of its own: tensor-parallel ranks have parts of the sequences.
     dist.all_reduce(tokens, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))

@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 
 from engines.batch.samples import Request, Sampling
 from engines.batch.shard import get_logprobs
+from hardware.megatron.form import NO_ROUTE
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
@@ -20,7 +21,7 @@ from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.workers import TrainWorker
 from rlworker.rollouts.trajectory import to_batch
-from rlworker.trainers.agreement import compare_logprobs
+from rlworker.trainers.agreement import SyncedWeights, compare_logprobs
 
 _AWAY = {"float32": 1000.0, "bfloat16": 5.0}
 """Multiple of the limit by which other weights must move logprobs on average."""
@@ -69,13 +70,18 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
 
 
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
-    """Send weights of a further step as ``version``, compare logprobs of samples, and send the first weights back."""
+    """Send weights of a further step as ``version``, compare the weights that rollout engines compute with, and
+    logprobs of samples, and send the first weights back."""
     trainer = engines.trainer
     try:
         moved, target = _move_weights(engines)
         trainer.tell("weight sync: other weights are sent")
-        send_weights(engines, version)
-        findings = _compare_rollouts(engines, "weight sync", "after new weights")
+        weights = SyncedWeights(engines.config.rollout.dtype)
+        weights.send(engines.actor, engines.rollouts.workers, version)
+        unlike = weights.compare(engines.rollouts)
+        text = unlike or "no tensor that can be read differs from the one that was sent"
+        findings = [trainer.make_finding("weight sync", "read back", not unlike, text)]
+        findings += _compare_rollouts(engines, "weight sync", "after new weights")
         passed, text = moved >= target, f"logprobs moved by {moved:.1e} on average, expected {target:.1e}"
         findings.append(trainer.make_finding("weight sync", "new weights", passed, text))
     finally:
@@ -101,6 +107,7 @@ def _move_weights(engines: CheckedEngines) -> tuple[float, float]:
         if moved >= target:
             break
         rate = taken * min(1.1 * target / moved - 1, 1.0) if moved else taken
+    trainer.call_ranks("step_biases")  # last: they move logprobs far, whatever the weights do
     return moved, target
 
 
@@ -138,6 +145,9 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
                 **difference
             )
         passed = all(value <= limit for value, limit in zip(found, limits, strict=True))
+        if part.routes is not None:
+            unknown = int((part.routes == NO_ROUTE).all(2).all(1).sum())
+            passed, text = passed and not unknown, f"{text}; {unknown} tokens without routes"
         place = where if count == 1 else f"{where}, engine {number}"
         findings.append(trainer.make_finding(check, place, passed, text))
     return findings

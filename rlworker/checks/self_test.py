@@ -22,9 +22,9 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     """Run the checks without a fault, then plant each fault of ``engines.probes.faults`` and run the check for it.
 
     Args:
-        config: settings of the check; with a model, only faults that show on it are planted. The parallel sizes, layout
-            and sharing are not used: faults show on one rank, or on two under context parallelism, in packs that share
-            prompts if the platform has packs, and on rollout engines of one device.
+        config: settings of the check; with a model, only faults that show on it are planted. The parallel sizes,
+            layout, sharing and router replay are not used: faults show at ``Fault.spread``, in packs that share prompts
+            if the platform has packs, on rollout engines of one device, and under replay where one needs it.
         folder: folder for tiny models, if no model is given.
         tell: is called with a line of text after every fault.
 
@@ -45,7 +45,8 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
             return [*findings, *list_platform_limits(platform)]
         for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
             model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
-            faults = {name: fault for name, fault in FAULTS.items() if fault.model == kind}
+            shown = {name: fault for name, fault in FAULTS.items() if platform.records_routes or not fault.replays}
+            faults = {name: fault for name, fault in shown.items() if fault.model == kind}
             findings += _test_model(replace(config, model=model), kind, faults, tell)
     return [*findings, *list_platform_limits(platform)]
 
@@ -54,15 +55,18 @@ def _test_model(config: CheckConfig, kind: str, faults: dict[str, Fault], tell: 
     """Test the faults that show on one model, through rollout engines of its own; before them, the checks that must
     find them must find nothing."""
     findings: list[Finding] = []
-    in_packs = "thd" in list_kinds(config.platform, config.actor, ModelSpec.from_folder(config.model))
+    one = replace(config.actor, ranks=1, tp=1, pp=1, cp=1, ep=1, etp=1)
+    in_packs = "thd" in list_kinds(config.platform, one, ModelSpec.from_folder(config.model))
     layout, share = ("thd", "prompts") if in_packs else ("bshd", "auto")
-    config = replace(config, actor=replace(config.actor, layout=layout, share=share))
+    one, replays = replace(one, layout=layout, share=share), any(fault.replays for fault in faults.values())
+    config = replace(config, actor=one, rollout=replace(config.rollout, replay_routes=replays))
     with ExitStack() as running:
         rollouts = running.enter_context(Rollouts(config.platform, config.rollout.engines, config.rollout.tp))
         rollouts.start(config.check_model(), config.rollout)
         version = 1
-        for cp in sorted({fault.cp for fault in faults.values()}):
-            sizes, here = replace(config.actor, ranks=cp, tp=1, pp=1, cp=cp), f"{kind}, cp={cp}"
+        for spread in sorted({fault.spread for fault in faults.values()}):
+            here = f"{kind}, {spread}=2" if spread else f"{kind}, one rank"
+            sizes = replace(one, **{"ranks": 2, spread: 2}) if spread else one
             with start_engines(replace(config, actor=sizes), tell, rollouts) as engines:
                 needed = {fault.found_by for fault in faults.values()} if faults.keys() <= REAL_FAULTS.keys() else ()
                 found = check_all(engines, version, needed)
@@ -70,7 +74,7 @@ def _test_model(config: CheckConfig, kind: str, faults: dict[str, Fault], tell: 
                 tell(f"without a fault, {here}: {len(failed)} findings")
                 findings += failed or [engines.trainer.make_finding("no fault", here, True, "nothing found")]
                 for name, fault in faults.items():
-                    if fault.cp == cp:
+                    if fault.spread == spread:
                         version += 3
                         tell(f"fault: {name}")
                         findings.append(_test_fault(engines, name, fault, version))

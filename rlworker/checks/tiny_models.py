@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the kinds are named by settings, which are read before anyt
     from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl"]
-TinyText = Literal["qwen2", "mistral", "phi3", "qwen3_moe", "glm4_moe"]
+TinyText = Literal["qwen2", "mistral", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe"]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
 
@@ -36,6 +36,7 @@ _TEXT: dict[TinyText, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": 24},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {"head_dim": 32} | _EXPERTS,
     "glm4_moe": GLM_EXPERTS | {"tied": False, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
 }

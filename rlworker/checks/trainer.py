@@ -273,7 +273,8 @@ def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Referen
 
 
 def check_gradients(trainer: CheckedTrainer) -> list[Finding]:
-    """Check the gradients of ``probe_loss`` against HuggingFace, each tensor relative to its norm."""
+    """Check the gradients of ``probe_loss`` against HuggingFace, each tensor relative to its norm, and that each token
+    chose experts once."""
     findings = []
     for kind, reference in trainer.list_comparisons():
         trainer.tell(f"gradients: {kind}")
@@ -292,7 +293,19 @@ def check_gradients(trainer: CheckedTrainer) -> list[Finding]:
             limit = trainer.limits["gradients"]
             text += f", limit {limit:.0e}, estimated"
         findings.append(trainer.make_finding("gradients", f"{kind} against HuggingFace", apart[worst] <= limit, text))
+        if trainer.model.experts:
+            findings.append(_check_routed(trainer, kind))
     return findings
+
+
+def _check_routed(trainer: CheckedTrainer, kind: str) -> Finding:
+    """Check that each token chose experts once in the last backward pass, and no padding and no dummy did: no logprob
+    shows it, and metrics and biases count the choices."""
+    counts = trainer.call_ranks("count_routed", kind, trainer.case.batch)
+    tokens = counts[0][0]
+    wrong = [count for _, layers in counts for count in layers if count != tokens]
+    text = f"{(wrong or [tokens])[0]} tokens chose experts, expected {tokens}"
+    return trainer.make_finding("gradients", f"{kind}, tokens routed", not wrong, text)
 
 
 def _cut_names(trainer: CheckedTrainer, reference: Reference) -> Iterator[list[str]]:

@@ -183,6 +183,7 @@ def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model, logits):
         from unittest.mock import patch
 
         from engines.megatron import engine as engine_module
+        from engines.probes import head
         from engines.probes import megatron as probes
 
         set_rule(engine, Rule(window=2))
@@ -192,7 +193,7 @@ def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model, logits):
             scored.append(len(hidden))
             return score(hidden, *args, **settings)
 
-        with patch.object(probes, "_PASS_LOGITS", logits), patch.object(engine_module, "score_tokens", count):
+        with patch.object(head, "_PASS_LOGITS", logits), patch.object(engine_module, "score_tokens", count):
             found = [probes.probe_tokens(engine, kind, (CAUSAL,), PROBED) for kind in ("bshd", "thd")]
         return found, max(scored) * engine.model.vocab
 

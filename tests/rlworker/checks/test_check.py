@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
     found = run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes), told.append)
     assert {(finding.outcome, finding.evidence) for finding in found} == {("ok", "executed")}
     checks = [finding.check for finding in found]
-    assert [checks.count(name) for name in dict.fromkeys(checks)] == [14, 2, 3, 2, 1, 2]
+    assert [checks.count(name) for name in dict.fromkeys(checks)] == [14, 2, 3, 2, 1, 3]
     assert list(dict.fromkeys(checks)) == ["attention", "tokens", "layouts", "gradients", "rollout", "weight sync"]
     begun = list(dict.fromkeys(line.split(":")[0] for line in told))
     assert begun == ["HuggingFace, float64", "HuggingFace, float32", "engines start", *dict.fromkeys(checks)]
@@ -81,7 +82,8 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
         assert finding["outcome"] == "ok" and finding["text"].startswith(FAULTS[name].found_by), finding
         assert "raised" not in finding["text"], "found by its numbers, not because something fell over"
     clean = [finding for finding in found if finding["check"] == "no fault"]
-    models = ["qwen2, cp=1", "qwen2, cp=2", "qwen3_vl, cp=1", "gemma3, cp=1", "qwen3_moe, cp=1"]
+    models = [f"{name}, one rank" for name in ("qwen2", "qwen3_vl", "gemma3")]
+    models = [models[0], "qwen2, cp=2", *models[1:], "qwen2_moe, ep=2", "glm4_moe, etp=2"]
     assert [finding["where"] for finding in clean] == models
     if platform != "cpu":
         not_covered = {"cuda-emulated": "the precision of the device's", "npu-emulated": "pse"}[platform]
@@ -95,6 +97,10 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
     assert "layer 3 of 4 is the first to differ" in words["a layer that computes otherwise"]
     assert "all 4 layers agree: what differs is the output layer or its targets" in words["the label of a neighbour"]
     assert "layer 1 of 4 is the first to differ" in words["rotation from the wrong positions"]
+    assert re.search(r"bshd, tokens routed: \d+ tokens chose experts, expected \d+", words["padding routed"])
+    assert "4 of 154 tensors are not those that were sent" in words["routers left out of a sync"], "one of each layer"
+    assert re.search(r"; [1-9]\d* tokens without routes", words["cached tokens without routes"])
+    assert "; 0 tokens without routes" in words["routes of the layer before"]
 
 
 def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
@@ -188,6 +194,20 @@ def test_a_given_model_is_tested_with_the_faults_that_it_can_show(make_hf_model)
     assert list(list_real_faults(untied)) == always
     large = replace(tied, vocab=262_144)
     assert list(list_real_faults(large)) == [*always, "a tied head left behind", "log_softmax of a large vocabulary"]
+
+
+def test_faults_of_replay_are_planted_where_routes_are_recorded(monkeypatch):
+    from rlworker.checks import self_test
+
+    planted = {}
+    monkeypatch.setattr(self_test, "running_ray", lambda *_: nullcontext())
+    monkeypatch.setattr(self_test, "make_tiny_model", lambda folder, kind: kind)
+    monkeypatch.setattr(self_test, "_test_model", lambda config, kind, faults, tell: planted.update(faults) or [])
+    of_replay = {"routes of the token before", "routes of the layer before", "cached tokens without routes"}
+    for platform, absent in (("cpu", set()), ("cuda", of_replay)):
+        planted.clear()
+        self_test.run_self_test(CheckConfig(self_test=True, platform=platform), "", print)
+        assert set(FAULTS) - set(planted) == absent
 
 
 @pytest.mark.large
