@@ -115,7 +115,7 @@ def test_processes_count_once_for_what_they_became(run):
     assert done.ret == 0, done.stdout.str()
     (line,) = (line for line in done.outlines if line.startswith("started "))
     assert line.startswith("started 4 vLLM processes of at most 4, 2 ranks, 3 heavy Python starts; ")
-    assert 2 <= int(line.split()[-2]) <= 9, line
+    assert 1 <= int(line.split()[-2]) <= 9, line
 
 
 def test_workers_share_the_budget_and_start_no_pool_twice(run, pytester):
