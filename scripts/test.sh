@@ -14,4 +14,5 @@ fi
 bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/python -m pytest -n 2 "$@"
+# A test that ends its process ends the run: pytest-xdist would wait for the rest of that process's tests for ever.
+.venv/bin/python -m pytest -n 2 --max-worker-restart 0 "$@"

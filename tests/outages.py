@@ -95,7 +95,7 @@ AHEAD = 1
 def make_outage_config(folder: Path, name: str, supervised: bool = False, staleness: int = 0) -> TrainingConfig:
     """Make the settings of a run, saved after every other step; one of RL has two engines."""
     config = make_config(folder, name, STEPS)
-    recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=6 if name in MEMORY | NODES else 2)
+    recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=6 if name in MEMORY else 2)
     if not supervised:
         rollout, environment = (
             replace(config.rollout, engines=2, staleness=staleness),

@@ -54,6 +54,8 @@ LOSSES = (
 """Errors by which Ray reports that a process is gone or cannot be reached."""
 DRIVER_LOST = "lost Ray, which crashed or was killed on the machine of this program"
 """How every process was lost if Ray is gone from under the driver, which cannot start any other process."""
+UNREACHED = "could not be reached"
+"""How a process was lost if Ray cannot tell yet whether it lives: its connection is gone."""
 _DIED = "died (killed, out of memory or crashed; Ray's logs say more)"
 _NODE_DIED = "died with its machine, or with Ray there"
 _NO_ROOM = re.compile(
@@ -141,7 +143,7 @@ def explain(error: BaseException, worker: ActorHandle | None = None) -> str | No
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return f"did not start ({get_last_line(error)})"
     if isinstance(error, ActorUnavailableError):
-        return "could not be reached"
+        return UNREACHED
     if "owner has died" in text and "node has crashed" in text:
         return DRIVER_LOST
     if isinstance(error, ObjectLostError):

@@ -17,7 +17,7 @@ from engines.batch.samples import make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot
-from rlworker.cluster.process_state import is_lost
+from rlworker.cluster.process_state import UNREACHED, is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
@@ -208,7 +208,7 @@ class Rollouts:
         """Start new engines in place of those with the indices ``lost``, and send them the current weights."""
         assert self._note and self._send_weights, "replace_lost comes first"
         old = {_name_engine(index): self.workers[index] for index in lost}
-        self._note(dict.fromkeys(old, "could not be reached") | find_lost(old))
+        self._note(dict.fromkeys(old, UNREACHED) | find_lost(old))
         unwatch_workers(list(old.values()))
         end_workers(list(old.values()), keep=False)
         new = self._start_processes(lost)

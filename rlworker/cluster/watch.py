@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, Ray
 from rlworker.cluster.process_state import (
     DRIVER_LOST,
     LOSSES,
+    UNREACHED,
     ProcessPlace,
     explain,
     is_computing,
@@ -41,6 +42,8 @@ _LESS_MEMORY = (
 )
 _ANSWER_S, _LATE_ANSWER_S = 3.0, 7.0
 """Seconds that workers have to answer after one has failed; and further seconds that watched workers have."""
+_VERDICT_S = 60.0
+"""Seconds that Ray has to find that a node is dead. Ray's health check takes 5 failures, 3 s apart."""
 
 
 @dataclass
@@ -257,7 +260,22 @@ def describe_lost(lost: Mapping[str, str]) -> str:
 
 
 def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
-    """Return name -> cause for workers that have ended, and for watched ones that neither answer nor compute."""
+    """Return name -> cause for workers that have ended, and for watched ones that neither answer nor compute.
+
+    A worker that cannot be reached is asked again until it answers or Ray knows its end. Until then Ray would start a
+    new process on a node that is dead.
+    """
+    lost = _ask_each(workers)
+    end = time.monotonic() + _VERDICT_S
+    while (unreached := {name for name, fate in lost.items() if fate == UNREACHED}) and time.monotonic() < end:
+        time.sleep(_SLICE_S)
+        lost = {name: fate for name, fate in lost.items() if name not in unreached}
+        lost |= _ask_each({name: workers[name] for name in unreached})
+    return dict(sorted(lost.items()))
+
+
+def _ask_each(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
+    """Ask each worker once, and return what ``find_lost`` does."""
     questions: dict[Any, str] = {_ask(worker): name for name, worker in workers.items()}
     if not questions:
         return {}
@@ -276,4 +294,4 @@ def find_lost(workers: Mapping[str, ActorHandle]) -> dict[str, str]:
         except RayError as error:
             watched = _watch.workers.get(workers[name])
             lost[name] = (watched and watched.fate) or explain(error, workers[name]) or str(error)
-    return dict(sorted(lost.items()))
+    return lost

@@ -158,12 +158,13 @@ class Lost:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind):
+def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind, monkeypatch):
     """By the one who is asked first, and by whoever else knows of it."""
     import ray
 
     from rlworker.cluster import watch
 
+    monkeypatch.setattr(watch, "_VERDICT_S", 0.0)
     error, expected = list_losses()[kind]
     lost_worker = not isinstance(error, ray.exceptions.RayTaskError | ray.exceptions.ObjectLostError)
     workers = {"actor rank 0": Lost(None), "actor rank 1": Lost(error if lost_worker else None)}
@@ -176,6 +177,32 @@ def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind):
     assert (name == "actor rank 1") == lost_worker
     text = str(failure.value)
     assert "\n" not in text and len(text) < 500 and text.endswith(". Go on")
+
+
+def test_a_worker_that_cannot_be_reached_is_asked_until_ray_knows_its_end(cluster, monkeypatch):
+    from ray import exceptions as of
+
+    from rlworker.cluster import watch
+
+    monkeypatch.setattr(watch, "_SLICE_S", 0.01)
+    silence = of.ActorUnavailableError("no answer", b"a" * 16)
+    workers = {name: Lost(silence) for name in ("actor rank 0", "actor rank 1", "rollout engine 0")}
+    workers["actor rank 2"] = Lost(of.ActorDiedError())
+    ends = {"actor rank 0": [silence, of.NodeDiedError("The node died")], "actor rank 1": [silence, None]}
+    ask = watch._ask
+
+    def ask_again(worker):
+        question = ask(worker)
+        (name,) = [name for name, each in workers.items() if each is worker]
+        worker.error = (ends.get(name) or [worker.error]).pop(0)
+        return question
+
+    monkeypatch.setattr(watch, "_ask", ask_again)
+    monkeypatch.setattr(watch, "_VERDICT_S", 0.5)
+    lost = watch.find_lost(workers)
+    assert list(lost) == ["actor rank 0", "actor rank 2", "rollout engine 0"]
+    assert lost["actor rank 0"] == "died with its machine, or with Ray there"
+    assert lost["rollout engine 0"] == "could not be reached"  # Ray did not come to a verdict in time
 
 
 def test_a_full_store_or_disk_is_told_in_a_line_and_comes_again(cluster):
