@@ -46,7 +46,7 @@ class Outages:
             try:
                 if not is_whole:
                     go_back()
-                is_whole, self._being_replaced = True, frozenset()
+                is_whole = True
                 return run()
             except WorkerFailure as failure:
                 if not (failure.lost and self.limit):
@@ -57,12 +57,14 @@ class Outages:
     def note_lost(self, lost: Mapping[str, str]) -> None:
         """Count one outage of workers that are replaced without going back to a checkpoint.
 
-        Nothing is counted if all of them are being replaced since an earlier outage.
+        A worker that an earlier outage has named already, and that is only now replaced, is not counted again.
 
         Args:
             lost: name of a lost worker -> how it was lost.
         """
-        if lost.keys() - self._being_replaced:
+        is_known = lost.keys() <= self._being_replaced
+        self._being_replaced -= lost.keys()
+        if not is_known:
             self.note(self.where, lost)
 
     def note(self, where: str, lost: Mapping[str, str]) -> None:
