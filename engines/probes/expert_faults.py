@@ -116,9 +116,12 @@ def _choose_otherwise(change: Callable[..., tuple[Tensor, Tensor]]) -> list[Patc
 
 def shift_routes(axis: int) -> list[Patch]:
     """Replay the experts of the token before, on axis 0, or of the layer before, on axis 1."""
-    from engines.megatron import engine
+    from hardware.megatron.experts import Routers
 
-    return [(engine, "join_routes", lambda join: lambda slots, routes: join(slots, routes.roll(1, axis)))]
+    def wrap(join):
+        return staticmethod(lambda slots, routes: join(slots, routes.roll(1, axis)))
+
+    return [(Routers, "join_routes", wrap)]
 
 
 def forget_routes_of_prompts() -> list[Patch]:
