@@ -246,13 +246,15 @@ class MegatronEngine:
         module, ranks = self.decoder, mpu.get_context_parallel_group()
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
+        if self.transformer.sequence_parallel:  # the output layer, which is cut over the vocabulary, takes all slots
+            hidden = gather_from_sequence_parallel_region(hidden)
         layout = layout.narrow()
         support, top_ids = (
             None if column is None else layout.gather_tokens(column)
             for column in (micro.support, micro.rollout_top_ids)
         )
         scores = score_tokens(
-            layout.gather_slots(self.gather_states(hidden).transpose(0, 1)),
+            layout.gather_slots(hidden.transpose(0, 1)),
             module.output_weight,
             layout.gather_tokens(micro.targets),
             temperature=self.temperature,
@@ -264,10 +266,6 @@ class MegatronEngine:
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.
         return change_columns(scores, lambda _, column: layout.scatter_tokens(column, ranks))
-
-    def gather_states(self, hidden: Tensor) -> Tensor:
-        """Gather ``[s / tp, b, h] -> [s, b, h]``, which a layer that is cut over the vocabulary takes in."""
-        return gather_from_sequence_parallel_region(hidden) if self.transformer.sequence_parallel else hidden
 
     def _check_schedule(self, shard: Shard) -> None:
         """Check that all ranks have parts of one schedule; the first collective of a pass.

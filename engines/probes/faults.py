@@ -212,10 +212,9 @@ def _positions_of_the_neighbour() -> list[Patch]:
     from engines.megatron.engine import MegatronEngine
 
     def wrap(forward):
-        def take_previous_positions(self, module, micro, *further):
-            return forward(self, module, replace(micro, positions=micro.positions.roll(1, 0)), *further)
-
-        return take_previous_positions
+        return lambda self, module, micro, *further: forward(
+            self, module, replace(micro, positions=micro.positions.roll(1, 0)), *further
+        )
 
     return [(MegatronEngine, "forward_micro_batch", wrap)]
 
