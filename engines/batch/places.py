@@ -6,19 +6,13 @@ import numpy as np
 
 
 def drop_firsts(stream: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Drop the first entry of each sequence: ``[M]`` with sizes ``[B]`` of 1 or more -> ``[M - B]``, as a copy."""
-    return _drop(stream, np.cumsum(sizes) - sizes)
+    """Drop the first entry of each sequence: ``[M, ...]``, sizes ``[B]`` above 0 -> ``[M - B, ...]``, as a copy."""
+    return np.delete(stream, np.cumsum(sizes) - sizes, axis=0)
 
 
 def drop_lasts(stream: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Drop the last entry of each sequence: ``[M]`` with sizes ``[B]`` of 1 or more -> ``[M - B]``, as a copy."""
-    return _drop(stream, np.cumsum(sizes) - 1)
-
-
-def _drop(stream: np.ndarray, places: np.ndarray) -> np.ndarray:
-    keep = np.ones(len(stream), bool)
-    keep[places] = False
-    return stream[keep]
+    """Drop the last entry of each sequence: ``[M, ...]``, sizes ``[B]`` above 0 -> ``[M - B, ...]``, as a copy."""
+    return np.delete(stream, np.cumsum(sizes) - 1, axis=0)
 
 
 def count_up(lengths: np.ndarray, starts: np.ndarray | None = None) -> np.ndarray:

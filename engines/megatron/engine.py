@@ -34,7 +34,6 @@ from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights, name_parameters
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
-from hardware.megatron.experts import Router, join_routes, measure_routing, move_biases
 from hardware.platform import Platform
 
 
@@ -73,7 +72,11 @@ class MegatronEngine:
         load_weights(module, model)
         self.decoder = module
         self.stage_layers = get_transformer_layer_offset(self.transformer), get_num_layers_to_build(self.transformer)
-        self.routers = [part for part in module.modules() if isinstance(part, Router)]
+        self.routers = None
+        if model.experts:
+            from hardware.megatron.experts import Routers
+
+            self.routers = Routers(module, self.transformer, device)
         for name, parameter in name_parameters(module).items():  # a tied output layer is no weight of its own
             part = model.weights[name].part if name in model.weights else "language"
             parameter.requires_grad_(trainable and not config.freezes(part))
@@ -123,10 +126,10 @@ class MegatronEngine:
             self.schedule.step(increment=1)
             with record_function("optimizer_step"):
                 _, grad_norm, _ = cast(tuple, self.optimizer.step())
-            if self.config.router_bias_rate:
-                move_biases(self.routers, self.config.router_bias_rate)
+            if self.routers and self.config.router_bias_rate:
+                self.routers.move_biases(self.config.router_bias_rate)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        routing = measure_routing(self.routers, self.transformer, self.device) if self.model.experts else {}
+        routing = self.routers.measure() if self.routers else {}
         return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, routing)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
@@ -158,10 +161,8 @@ class MegatronEngine:
             return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
-        if self.model.experts:
-            computed = self._sum_over_replicas(shard.count_computed())
-            for router in self.routers:
-                router.start_step(step_tokens / computed)
+        if self.routers:
+            self.routers.start_step(step_tokens / self._sum_over_replicas(shard.count_computed()))
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self.run(shard, loss_of, forward_only=False), parts
@@ -226,7 +227,7 @@ class MegatronEngine:
         if self.vision:
             embedded, inputs = self.vision.embed(ids, micro, layout, inputs)
         further = {}
-        if self.model.experts:
+        if self.routers:
             part = mpu.get_tensor_model_parallel_rank() if self.transformer.sequence_parallel else 0
             slots = layout.list_filled(part, self.config.tp)
             slots = slots[:0] if is_dummy else slots
@@ -234,7 +235,7 @@ class MegatronEngine:
                 first, count = self.stage_layers
                 own = micro.routes[:, first : first + count]
                 packed = layout.pack(own).transpose(0, 1).chunk(self.config.tp)[part]  # [s / tp, b, layers, k]
-                slots = join_routes(slots, packed.flatten(0, 1).index_select(0, slots))
+                slots = self.routers.join_routes(slots, packed.flatten(0, 1).index_select(0, slots))
             further["padding_mask"] = slots
         with self.platform.wrap_forward(inputs):
             return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs, **further)
@@ -245,13 +246,15 @@ class MegatronEngine:
         module, ranks = self.decoder, mpu.get_context_parallel_group()
         if self.model.head == "value":
             return ValueOutputs(layout.unpack(module.output_layer(hidden).transpose(0, 1), ranks))
+        if self.transformer.sequence_parallel:  # the output layer, which is cut over the vocabulary, takes all slots
+            hidden = gather_from_sequence_parallel_region(hidden)
         layout = layout.narrow()
         support, top_ids = (
             None if column is None else layout.gather_tokens(column)
             for column in (micro.support, micro.rollout_top_ids)
         )
         scores = score_tokens(
-            layout.gather_slots(self.gather_states(hidden).transpose(0, 1)),
+            layout.gather_slots(hidden.transpose(0, 1)),
             module.output_weight,
             layout.gather_tokens(micro.targets),
             temperature=self.temperature,
@@ -263,10 +266,6 @@ class MegatronEngine:
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.
         return change_columns(scores, lambda _, column: layout.scatter_tokens(column, ranks))
-
-    def gather_states(self, hidden: Tensor) -> Tensor:
-        """Gather ``[s / tp, b, h] -> [s, b, h]``, which a layer that is cut over the vocabulary takes in."""
-        return gather_from_sequence_parallel_region(hidden) if self.transformer.sequence_parallel else hidden
 
     def _check_schedule(self, shard: Shard) -> None:
         """Check that all ranks have parts of one schedule; the first collective of a pass.

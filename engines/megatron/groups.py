@@ -69,11 +69,6 @@ def leave_distributed() -> None:
         dist.destroy_process_group()
 
 
-def get_tensor_group() -> ProcessGroup:
-    """Return the ranks that hold parts of the same layers."""
-    return cast(ProcessGroup, mpu.get_tensor_model_parallel_group())
-
-
 def get_cut_group(way: Way) -> ProcessGroup:
     """Return the ranks that hold the parts of a parameter which is cut in this way."""
     found = {

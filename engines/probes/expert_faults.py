@@ -73,11 +73,12 @@ def take_the_next_expert() -> list[Patch]:
 
 def leave_weights_unscaled() -> list[Patch]:
     """Weigh experts by their share of all scores, where the model scales those of the chosen to add up to 1."""
-
-    def take_scores(router, x: Tensor, weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        return (x.float() @ router.weight.float().T).softmax(dim=-1).gather(1, numbers), numbers
-
-    return _choose_otherwise(take_scores)
+    return _choose_otherwise(
+        lambda router, x, weights, numbers: (
+            (x.float() @ router.weight.float().T).softmax(dim=-1).gather(1, numbers),
+            numbers,
+        )
+    )
 
 
 def drop_the_last_choice() -> list[Patch]:
@@ -116,9 +117,12 @@ def _choose_otherwise(change: Callable[..., tuple[Tensor, Tensor]]) -> list[Patc
 
 def shift_routes(axis: int) -> list[Patch]:
     """Replay the experts of the token before, on axis 0, or of the layer before, on axis 1."""
-    from engines.megatron import engine
+    from hardware.megatron.experts import Routers
 
-    return [(engine, "join_routes", lambda join: lambda slots, routes: join(slots, routes.roll(1, axis)))]
+    def wrap(join):
+        return staticmethod(lambda slots, routes: join(slots, routes.roll(1, axis)))
+
+    return [(Routers, "join_routes", wrap)]
 
 
 def forget_routes_of_prompts() -> list[Patch]:

@@ -212,10 +212,9 @@ def _positions_of_the_neighbour() -> list[Patch]:
     from engines.megatron.engine import MegatronEngine
 
     def wrap(forward):
-        def take_previous_positions(self, module, micro, *further):
-            return forward(self, module, replace(micro, positions=micro.positions.roll(1, 0)), *further)
-
-        return take_previous_positions
+        return lambda self, module, micro, *further: forward(
+            self, module, replace(micro, positions=micro.positions.roll(1, 0)), *further
+        )
 
     return [(MegatronEngine, "forward_micro_batch", wrap)]
 
@@ -246,7 +245,7 @@ FAULTS: dict[str, Fault] = {
     "a layer that computes otherwise": Fault(_layer_computes_otherwise, "layouts"),
     "a column shifted": Fault(_column_shifted, "gradients"),
     "stale weights": _late(partial(sync_faults.leave_out, ".layers.1.")),
-    "a tied head left behind": _late(sync_faults.leave_head_behind),
+    "a tied head left behind": _late(partial(sync_faults.leave_packed, "_repack_tied_heads")),
     "two names swapped on the way": Fault(sync_faults.swap_names, "weight sync"),
     "rotation from the wrong positions": Fault(_wrong_positions, "layouts", spread="cp"),
     "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", spread="cp"),
@@ -275,7 +274,9 @@ FAULTS: dict[str, Fault] = {
     "experts' gradients summed over all ranks": _mixture(expert_faults.sum_over_all_ranks, "gradients"),
     "padding routed": _mixture(expert_faults.route_padding, "gradients"),
     "experts under the numbers of the next rank's": _mixture(sync_faults.rotate_ranks_of_experts, "weight sync"),
-    "experts not packed again": _late(sync_faults.leave_experts_packed, model="qwen2_moe", spread="ep"),
+    "experts not packed again": _late(
+        partial(sync_faults.leave_packed, "_forget_packed_experts"), model="qwen2_moe", spread="ep"
+    ),
     "routers left out of a sync": _late(partial(sync_faults.leave_out, ".mlp.gate."), model="qwen2_moe", spread="ep"),
     "routes of the token before": _mixture(partial(expert_faults.shift_routes, 0), "rollout", replays=True),
     "routes of the layer before": _mixture(partial(expert_faults.shift_routes, 1), "rollout", replays=True),

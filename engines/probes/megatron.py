@@ -28,7 +28,7 @@ from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from engines.probes.head import scoring_some
 from hardware.attention.rules import Rule
-from hardware.megatron.experts import move_biases, sum_load
+from hardware.megatron.experts import sum_load
 
 _PASS_SLOTS = 2**14
 """Tokens that one pass takes at most."""
@@ -262,9 +262,8 @@ def count_routed(engine: MegatronEngine, kind: str, batch: TrainBatch) -> tuple[
     those that chose experts."""
     with _settings(engine, layout=kind):
         computed = _plan(engine, batch, engine.dp_size).count_computed()
-    if not engine.routers:
-        return computed, []
-    return computed, (sum_load(engine.routers).sum(dim=1) // engine.routers[0].mixture.chosen).tolist()
+    routers = engine.routers.layers if engine.routers else []
+    return computed, (sum_load(routers).sum(dim=1) // routers[0].mixture.chosen).tolist() if routers else []
 
 
 def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:
@@ -314,7 +313,8 @@ def step_weights(engine: MegatronEngine, rate: float) -> None:
 
 def step_biases(engine: MegatronEngine) -> None:
     """Move the biases of experts, which have no gradient, by the load in the last ``take_gradients``."""
-    move_biases(engine.routers, _BIAS_STEP)
+    if engine.routers:
+        engine.routers.move_biases(_BIAS_STEP)
 
 
 def restore_weights(engine: MegatronEngine) -> None:

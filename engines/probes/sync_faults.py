@@ -13,18 +13,15 @@ def leave_out(part: str) -> list[Patch]:
     return [(WeightSyncExtension, "take_weights", wrap)]
 
 
-def leave_head_behind() -> list[Patch]:
-    """Load an embedding, and let the output layer that shares it multiply with its old copy."""
+def leave_packed(repack: str) -> list[Patch]:
+    """Load weights, and let a CPU's kernel multiply with the copy that it packed of those before.
+
+    Args:
+        repack: function of ``engines.vllm.worker`` that makes the kernel pack weights again.
+    """
     from engines.vllm import worker
 
-    return [(worker, "_repack_tied_heads", lambda _: lambda model: None)]
-
-
-def leave_experts_packed() -> list[Patch]:
-    """Load experts, and let a CPU's kernel read them in the order in which it packed those before."""
-    from engines.vllm import worker
-
-    return [(worker, "_forget_packed_experts", lambda _: lambda model: None)]
+    return [(worker, repack, lambda _: lambda model: None)]
 
 
 def swap_names() -> list[Patch]:

@@ -5,12 +5,30 @@ later build a model of another kind, so the plain worker undoes the patches of t
 from the other: vLLM mixes its extension into a worker's class and refuses a class that has it already.
 """
 
+from typing import Any
+
+import numpy as np
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hardware.cpu.exact_logprobs import ExactSampler
-from hardware.cpu.routes import RecordsRoutes
+
+
+class RecordsRoutes:
+    """Methods of a worker that records routes."""
+
+    model_runner: Any
+
+    def record_routes(self, layers: int, chosen: int) -> None:
+        """Record from now on, as ``RouteRecorder``."""
+        from hardware.cpu.routes import RouteRecorder  # models without experts load nothing of it
+
+        self._routes = RouteRecorder(self.model_runner, layers, chosen)
+
+    def take_routes(self, names: list[str]) -> dict[tuple[str, int], np.ndarray]:
+        """Return and forget the experts of the samples of some requests, as ``RouteRecorder.take``."""
+        return self._routes.take(names)
 
 
 class PlainWorker(RecordsRoutes, CPUWorker):

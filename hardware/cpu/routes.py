@@ -93,18 +93,3 @@ def _read_name(name: str) -> Sample:
     request, dash, _ = rest.rpartition("-")
     assert dash, f"vLLM names a sample {name!r}"
     return request, int(number) if found else 0
-
-
-class RecordsRoutes:
-    """Methods of a worker that records routes."""
-
-    model_runner: Any
-    _routes: RouteRecorder
-
-    def record_routes(self, layers: int, chosen: int) -> None:
-        """Record from now on, as ``RouteRecorder``."""
-        self._routes = RouteRecorder(self.model_runner, layers, chosen)
-
-    def take_routes(self, names: list[str]) -> dict[Sample, np.ndarray]:
-        """Return and forget the experts of the samples of some requests."""
-        return self._routes.take(names)

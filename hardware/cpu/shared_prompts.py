@@ -136,14 +136,10 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
             cache, (sources, targets) = self._caches[layer_name], pairs
             cache[targets] = cache[sources]
 
-    def start_load_kv(self, forward_context, **kwargs) -> None:
-        """Do nothing: nothing has to be loaded before a forward pass."""
+    def _do_nothing(self, *args, **kwargs) -> None:
+        """Do nothing: nothing is loaded before a forward pass, nor kept outside of vLLM's cache."""
 
-    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs) -> None:
-        """Do nothing: nothing is kept outside of vLLM's cache."""
-
-    def wait_for_save(self) -> None:
-        """Do nothing, as in ``save_kv_layer``."""
+    start_load_kv = save_kv_layer = wait_for_save = _do_nothing
 
 
 def _get_prompt(request: Request) -> tuple[int, ...]:

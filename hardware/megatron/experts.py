@@ -29,16 +29,6 @@ _LEAST_SUM = 1e-20
 """Added to the sum by which weights are divided: sigmoids of very small logits may all be 0."""
 
 
-def join_routes(slots: Tensor, routes: Tensor) -> Tensor:
-    """Join what ``ExpertLayer`` takes to one tensor, as Megatron hands it on: ``[m, 1 + layers * k]`` int32.
-
-    Args:
-        slots: ``[m]``, as ``ExpertLayer`` takes them. routes: ``[m, layers, k]`` uint8, experts of the tokens there in
-            each layer of this pipeline stage; ``NO_ROUTE`` where the router chooses.
-    """
-    return torch.cat([slots[:, None], routes.flatten(1)], dim=1).int()
-
-
 class Router(torch.nn.Module):
     """Chooses the experts of each token by their scores, in fp32. ``weight`` is ``[experts, h]``.
 
@@ -124,36 +114,61 @@ class Router(torch.nn.Module):
         return cast(Tensor, AddedLoss.apply(weights, self._scale * (self.balance * balance + self.z * z)))
 
 
-def measure_routing(routers: Sequence[Router], config, device: torch.device) -> dict[str, float]:
-    """Measure what the routers of all layers did since the step began, as metrics. Collective over all ranks.
-
-    They are the smallest and the largest load of an expert: its tokens, divided by the mean of its layer's experts; and
-    of the losses that have a coefficient, without it, the mean over layers and tokens.
+class Routers:
+    """The routers of the layers of this pipeline stage.
 
     Args:
-        routers: of the layers of this pipeline stage; there may be none. config: Megatron's, as the routers have it.
+        module: the stage. config: Megatron's, as the routers have it.
+
+    Attributes:
+        layers: the routers in the order of the layers; there may be none.
     """
-    ends, sums = torch.full((2,), -torch.inf, device=device), torch.zeros(3, device=device)
-    if routers:
-        tokens = sum_load(routers)
-        loads = tokens.float() * tokens.shape[1] / tokens.sum(dim=1, keepdim=True).clamp(min=1)
-        ends = torch.stack([-loads.amin(), loads.amax()])
-        sums[:2] = torch.stack([router.losses for router in routers]).sum(dim=0)
-        sums[2] = sum(router.load.sum() / router.mixture.chosen for router in routers)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    dist.all_reduce(sums)
-    smallest, largest, balance, z, tokens = torch.cat([ends, sums]).tolist()  # one read of the device
-    found = {"expert_load_min": -smallest, "expert_load_max": largest}
-    found |= {"router_aux_loss": balance / max(tokens, 1.0)} if config.moe_aux_loss_coeff else {}
-    return found | ({"router_z_loss": z / max(tokens, 1.0)} if config.moe_z_loss_coeff else {})
 
+    def __init__(self, module: torch.nn.Module, config, device: torch.device):
+        self.layers = [part for part in module.modules() if isinstance(part, Router)]
+        self._config, self._device = config, device
 
-def move_biases(routers: Sequence[Router], rate: float) -> None:
-    """Move the bias of each expert by ``rate``: up where its load is below the mean of its layer, down where above
-    (Wang et al., arXiv:2408.15664). Collective over the ranks of a pipeline stage."""
-    moved = [router for router in routers if router.bias is not None]
-    for router, tokens in zip(moved, sum_load(moved).float() if moved else (), strict=True):
-        cast(Tensor, router.bias).add_((tokens.mean() - tokens).sign(), alpha=rate)
+    def start_step(self, scale: float) -> None:
+        """Begin a step in every router."""
+        for router in self.layers:
+            router.start_step(scale)
+
+    @staticmethod
+    def join_routes(slots: Tensor, routes: Tensor) -> Tensor:
+        """Join what ``ExpertLayer`` takes to one tensor, as Megatron hands it on: ``[m, 1 + layers * k]`` int32.
+
+        Args:
+            slots: ``[m]``, as ``ExpertLayer`` takes them. routes: ``[m, layers, k]`` uint8, experts of the tokens there
+                in each layer of this pipeline stage; ``NO_ROUTE`` where the router chooses.
+        """
+        return torch.cat([slots[:, None], routes.flatten(1)], dim=1).int()
+
+    def measure(self) -> dict[str, float]:
+        """Measure what the routers of all stages did since the step began, as metrics. Collective over all ranks.
+
+        They are the smallest and the largest load of an expert: its tokens, divided by the mean of its layer's experts;
+        and of the losses that have a coefficient, without it, the mean over layers and tokens.
+        """
+        ends, sums = torch.full((2,), -torch.inf, device=self._device), torch.zeros(3, device=self._device)
+        if self.layers:
+            tokens = sum_load(self.layers)
+            loads = tokens.float() * tokens.shape[1] / tokens.sum(dim=1, keepdim=True).clamp(min=1)
+            ends = torch.stack([-loads.amin(), loads.amax()])
+            sums[:2] = torch.stack([router.losses for router in self.layers]).sum(dim=0)
+            sums[2] = sum(router.load.sum() / router.mixture.chosen for router in self.layers)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        dist.all_reduce(sums)
+        smallest, largest, balance, z, tokens = torch.cat([ends, sums]).tolist()  # one read of the device
+        found = {"expert_load_min": -smallest, "expert_load_max": largest}
+        found |= {"router_aux_loss": balance / max(tokens, 1.0)} if self._config.moe_aux_loss_coeff else {}
+        return found | ({"router_z_loss": z / max(tokens, 1.0)} if self._config.moe_z_loss_coeff else {})
+
+    def move_biases(self, rate: float) -> None:
+        """Move the bias of each expert by ``rate``: up where its load is below the mean of its layer, down where above
+        (Wang et al., arXiv:2408.15664). Collective over the ranks of a pipeline stage."""
+        moved = [router for router in self.layers if router.bias is not None]
+        for router, tokens in zip(moved, sum_load(moved).float() if moved else (), strict=True):
+            cast(Tensor, router.bias).add_((tokens.mean() - tokens).sign(), alpha=rate)
 
 
 def sum_load(routers: Sequence[Router]) -> Tensor:
@@ -265,8 +280,8 @@ class ExpertLayer(MegatronModule):
 
         Args:
             padding_mask: ``[m]`` long, the slots of ``[s * b]`` that hold a token, or these and the tokens' experts by
-                ``join_routes``; None where all do. Megatron's name of the argument that it hands on to MLPs, through
-                recomputation too. Slots without a token reach no expert of the router's, which leaves 0.
+                ``Routers.join_routes``; None where all do. Megatron's name of the argument that it hands on to MLPs,
+                through recomputation too. Slots without a token reach no expert of the router's, which leaves 0.
         """
         slots, routes, x = padding_mask, None, hidden.flatten(0, 1)
         if slots is not None and slots.dim() == 2:

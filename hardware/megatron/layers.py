@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,11 @@ from torch import Tensor
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
-from hardware.megatron.experts import ExpertLayer, GroupedExperts
 from hardware.megatron.form import PLAIN, LayerOptions
 from hardware.megatron.marks import mark_sequence_parallel
+
+if TYPE_CHECKING:  # layers without experts load nothing of them
+    from hardware.megatron.experts import GroupedExperts
 
 
 class RMSNorm(torch.nn.Module):
@@ -155,14 +157,14 @@ def build_layer_spec(
     core_attention: type[CoreAttention],
     plain_norm: type[torch.nn.Module] = RMSNorm,
     mlp: type[MLP] = MLP,
-    grouped_experts: type[GroupedExperts] = GroupedExperts,
+    grouped_experts: "type[GroupedExperts] | None" = None,
 ) -> TransformerBlockSubmodules:
     """Build Megatron's local layers with our norms, the model family's options and a platform's core attention.
 
     Args:
         options: of each layer of this pipeline stage.
-        plain_norm, mlp, grouped_experts: the platform's modules; a family with ``norms_from_one`` gets ``NormFromOne``
-            as norm.
+        plain_norm, mlp, grouped_experts: the platform's modules, with torch's grouped product by default; a family with
+            ``norms_from_one`` gets ``NormFromOne`` as norm.
 
     Raises:
         ValueError: the configuration has attention dropout, which the core attention does not support.
@@ -181,7 +183,7 @@ def _build_layer(
     core_attention: type[CoreAttention],
     plain_norm: type[torch.nn.Module],
     mlp: type[MLP],
-    grouped_experts: type[GroupedExperts],
+    grouped_experts: "type[GroupedExperts] | None",
 ) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = cast(Any, layer.submodules)  # an object, says Megatron's annotation
@@ -189,8 +191,10 @@ def _build_layer(
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     parts.mlp.module = mlp
     if options.experts:
+        from hardware.megatron.experts import ExpertLayer, GroupedExperts
+
         # No ModuleSpec: of one with a class that it does not know, Megatron warns in every layer.
-        params = {"experts": options.experts, "mlp": parts.mlp, "grouped_experts": grouped_experts}
+        params = {"experts": options.experts, "mlp": parts.mlp, "grouped_experts": grouped_experts or GroupedExperts}
         parts.mlp = SimpleNamespace(module=ExpertLayer, params=params)
     if options.post_norms:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})

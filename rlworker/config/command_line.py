@@ -1,8 +1,9 @@
 """Read settings from a command line."""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -13,10 +14,12 @@ from engines.validation import option
 from hardware.platforms import PLATFORMS
 from rlworker.config.algorithm import Algorithm
 from rlworker.config.changes import flatten_config
-from rlworker.config.help.other_names import refuse_other_names
 from rlworker.config.run import RunConfig, TrainingConfig
 
 Config = TypeVar("Config")
+
+_SETTING = re.compile(r"(?:--|\+{1,2})?([a-z][\w.-]*)(=.*)?", re.S)
+"""A word of a command line that may set something: ``--name``, ``--name=value``, or verl's ``name=value``."""
 
 
 def parse_config(
@@ -34,7 +37,11 @@ def parse_config(
         SystemExit: help was asked for, or the command line is wrong; the message names the option and a remedy.
     """
     args, switches = sys.argv[1:] if args is None else args, _map_switches(default)
-    refuse_other_names(args, {*(option("config", key) for key in flatten_config(default)), *switches.values()})
+    own = {*(option("config", key) for key in flatten_config(default)), *switches.values()}
+    if unknown := _list_unknown(args, own):
+        from rlworker.config.help.other_names import refuse_other_names
+
+        refuse_other_names(unknown, own)
     args = _spell_options(args, switches)
     if isinstance(default, TrainingConfig):
         default = _fit_default(default, args)
@@ -44,6 +51,20 @@ def parse_config(
 
         show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
     return parse(type(default), default=default, args=args)
+
+
+def _list_unknown(args: Sequence[str], own: Collection[str]) -> list[tuple[str, str]]:
+    """List the settings of a command line that are none of the program's options: word and name of each.
+
+    An option without its section is left to the parser.
+
+    Args:
+        own: the program's options, such as ``--actor.tp``.
+    """
+    known = {*own, *(f"--{option.rpartition('.')[2]}" for option in own if "." in option)}
+    named = [match for match in map(_SETTING.fullmatch, args) if match]
+    named = [match for match in named if match[0].startswith("--") or (match[2] and "." in match[1])]  # else a value
+    return [(match[0], match[1]) for match in named if f"--{match[1].replace('_', '-')}" not in known]
 
 
 def _spell_options(args: Sequence[str], switches: dict[str, str]) -> list[str]:

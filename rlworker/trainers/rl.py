@@ -41,7 +41,6 @@ from rlworker.trainers.run import Run
 from rlworker.trainers.run_processes import list_groups
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
-from rlworker.validation.validate import validate
 
 MAX_EMPTY_STEPS = 10
 """Number of steps in a row without a group to learn from that ends a run."""
@@ -212,6 +211,8 @@ class Trainer(Run[RunConfig]):
         """Return the mean greedy reward of each held-out set, and estimates from samples; empty without sets."""
         if not self.heldout:
             return {}
+        from rlworker.validation.validate import validate
+
         clock = StepClock()
         with self._phase(clock, "evaluate"):
             validation = validate(self.manager, self.heldout)

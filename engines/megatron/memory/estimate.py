@@ -87,12 +87,6 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     return parameters
 
 
-def count_buffers(model: ModelSpec, config: MegatronConfig, stage: int) -> int:
-    """Count the bytes of the buffers of a pipeline stage that a folder has, which every rank of the stage holds."""
-    buffers = [weight for weight in _list_weights(model, config, stage) if weight.is_buffer]
-    return sum(FP32 * math.prod(weight.cut_shape(config.cut_sizes)) for weight in buffers)
-
-
 def _list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Iterator[Weight]:
     for name, weight in model.weights.items():
         if name.startswith("decoder.layers."):
@@ -124,7 +118,9 @@ def compute_rank_memory(
         parameters: the stage's, where they were listed before.
     """
     parameters, size = parameters or list_parameters(model, config, stage), get_itemsize(config.dtype)
-    numbers, buffers = sum(parameter.numbers for parameter in parameters), count_buffers(model, config, stage)
+    numbers = sum(parameter.numbers for parameter in parameters)
+    shapes = [weight.cut_shape(config.cut_sizes) for weight in _list_weights(model, config, stage) if weight.is_buffer]
+    buffers = FP32 * sum(map(math.prod, shapes))
     activations = estimate_activations(model, config, stage, micro, kernels, trainable)
     if not trainable:
         host = numbers * size if cpu_offload else 0

@@ -21,7 +21,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images.plan import VisionPlan
 from engines.images.processor import ImageProcessor
-from engines.megatron.groups import get_tensor_and_context_group, get_tensor_group
+from engines.megatron.groups import get_cut_group, get_tensor_and_context_group
 from engines.megatron.layout import Layout
 from engines.megatron.vision.towers import TowerRunner
 from engines.models.spec import ModelSpec
@@ -154,7 +154,7 @@ class Vision:
         """Find the slots ``[n]`` of this rank's part of the embeddings that hold image tokens, and the row of each."""
         local = layout.pack(rows, fill=-1).transpose(0, 1)  # rows [N] take the way of the ids: [b, s] -> [s, b]
         if self.module.config.sequence_parallel:  # the embedding has cut along s, into runs of s / tp
-            group = get_tensor_group()
+            group = get_cut_group("tp")
             local = local.chunk(group.size())[group.rank()]
         local = local.flatten()  # [s / tp * b]; text and padding are -1
         slots = (local >= 0).nonzero()[:, 0]

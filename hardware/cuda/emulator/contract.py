@@ -14,16 +14,6 @@ _F, _V = Source("flash_api.cpp"), Source("varlen.py")
 _K = Source("the kernels", refuses=False)
 
 
-def _are_covered(call: Call) -> bool:
-    pairs = ((call.query_ends, call.query), (call.key_ends, call.key))
-    return all(ends[0] == 0 and ends[-1] == len(x) for ends, x in pairs)
-
-
-def _swaps_groups(call: Call) -> bool:
-    """Tell whether the kernel takes grouped heads for queries of one sequence, an optimization of decoding."""
-    return call.max_q == 1 and call.query.shape[1] > call.key.shape[1] and max(call.window_size) < 0
-
-
 def _every_query_sees_a_key(call: Call) -> bool:
     """Check the first query of each sequence, whose diagonal is the lowest; a window below 0 is unlimited."""
     after = call.window_size[1]
@@ -101,7 +91,11 @@ REQUIREMENTS: tuple[Requirement[Call], ...] = (
     Requirement(
         "one query each",
         _F,
-        lambda c: not _swaps_groups(c) or len(c.query) == c.cu_seq_q.numel() - 1,
+        # It takes grouped heads for queries of one sequence then, an optimization of decoding.
+        lambda c: (
+            not (c.max_q == 1 and c.query.shape[1] > c.key.shape[1] and max(c.window_size) < 0)
+            or len(c.query) == c.cu_seq_q.numel() - 1
+        ),
         lambda c: (
             "with max_q 1, grouped heads and no window the kernel takes exactly one query of each sequence, got "
             f"{len(c.query)} for {c.cu_seq_q.numel() - 1} sequences"
@@ -120,7 +114,9 @@ REQUIREMENTS: tuple[Requirement[Call], ...] = (
     Requirement(
         "every token covered",
         _K,
-        _are_covered,
+        lambda c: all(
+            ends[0] == 0 and ends[-1] == len(x) for ends, x in ((c.query_ends, c.query), (c.key_ends, c.key))
+        ),
         lambda c: (
             "rows outside of the bounds are memory that nobody wrote, in outputs and in gradients (PyTorch's issue "
             f"176793): bounds {c.query_ends} of {len(c.query)} queries, {c.key_ends} of {len(c.key)} keys"

@@ -84,24 +84,6 @@ def dims_are_alike(call: Call) -> bool:
     return call.key.shape[-1] == call.head_dim >= call.value.shape[-1]
 
 
-def heads_match(call: Call) -> bool:
-    if "H" in call.input_layout:
-        return call.query.shape[-1] % call.head_num == 0
-    return call.query.shape[call.input_layout.index("N")] == call.head_num
-
-
-def is_small_enough(call: Call) -> bool:
-    if not call.packed:
-        return max(*call.query_lengths, *call.key_lengths) <= 2**20
-    return max(len(call.query), len(call.key)) <= 2**20
-
-
-def has_mask_shape(call: Call) -> bool:
-    if call.atten_mask is None or call.compressed:
-        return True
-    return tuple(call.atten_mask.shape) in list_mask_shapes(call)
-
-
 def has_compressed_shape(call: Call) -> bool:
     if call.atten_mask is None or not call.compressed:
         return True

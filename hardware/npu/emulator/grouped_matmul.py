@@ -31,12 +31,6 @@ def _measure_widest(call: SimpleNamespace) -> int:
     return max(x.shape[-2 if _is_transposed(x) else -1] for x in (call.x, call.weight))
 
 
-def _are_ends(call: SimpleNamespace) -> bool:
-    """Check that ends never fall, from 0 to the size of the grouped dimension."""
-    ends = [0, *call.group_list.tolist()]
-    return ends == sorted(ends) and ends[-1] == call.x.shape[1 if call.group_type else 0]
-
-
 REQUIREMENTS: tuple[_Rule, ...] = (
     _Rule("group_type", _H, lambda c: c.group_type in (0, 2), lambda c: f"group_type is 0 or 2, got {c.group_type}"),
     _Rule("split_item", _A, lambda c: c.split_item in (2, 3), lambda c: f"split_item is 2 or 3, got {c.split_item}"),
@@ -92,7 +86,10 @@ REQUIREMENTS: tuple[_Rule, ...] = (
     _Rule(
         "ends",
         _D,
-        _are_ends,
+        # They never fall, from 0 to the size of the grouped dimension.
+        lambda c: (
+            sorted(ends := [0, *c.group_list.tolist()]) == ends and ends[-1] == c.x.shape[1 if c.group_type else 0]
+        ),
         lambda c: f"group_list has ends that add up to the grouped size of x {tuple(c.x.shape)}: {c.group_list}",
         silent=True,
     ),

@@ -11,8 +11,6 @@ PAGE = Path(__file__).with_name("from_verl.md")
 _HEAD = re.compile(r"\| (verl|TRL) \| here \| differs \|")
 _SECTION = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 """A heading that is the section of the keys below it."""
-_SETTING = re.compile(r"(?:--|\+{1,2})?([a-z][\w.-]*)(=.*)?", re.S)
-"""A word of a command line that may set something: ``--name``, ``--name=value``, or verl's ``name=value``."""
 
 
 class Counterpart(NamedTuple):
@@ -70,25 +68,20 @@ def find_counterparts(name: str, counterparts: Sequence[Counterpart]) -> list[Co
     return next((found for rule in rules if (found := [other for other in counterparts if rule(other)])), [])
 
 
-def refuse_other_names(args: Sequence[str], own: Collection[str]) -> None:
+def refuse_other_names(unknown: Sequence[tuple[str, str]], own: Collection[str]) -> None:
     """End the program where its command line has settings of verl or TRL, with their counterparts here.
 
     Args:
-        own: the program's options, such as ``--actor.tp``. One without its section is left to the parser.
+        unknown: word and name of each setting that is none of the program's. own: the program's options, such as
+            ``--actor.tp``.
     """
-    known = {*own, *(f"--{option.rpartition('.')[2]}" for option in own if "." in option)}
-    named = [match for match in map(_SETTING.fullmatch, args) if match]
-    named = [match for match in named if match[0].startswith("--") or (match[2] and "." in match[1])]  # else a value
-    unknown = [match for match in named if f"--{match[1].replace('_', '-')}" not in known]
-    if not unknown:
-        return
     counterparts, told = read_counterparts(PAGE.read_text(encoding="utf-8")), []
-    for match in unknown:
-        for other in find_counterparts(match[1].replace("-", "_"), counterparts):
+    for word, name in unknown:
+        for other in find_counterparts(name.replace("-", "_"), counterparts):
             options = {*re.findall(r"--([a-z][\w.-]*)", other.here)}
             here = other.here or "no option"
             here += " (of RL recipes)" if options and not {f"--{option}" for option in options} & {*own} else ""
-            told.append(f"  {match[0].partition('=')[0]}: {here}. {other.remark}".rstrip())
+            told.append(f"  {word.partition('=')[0]}: {here}. {other.remark}".rstrip())
     if told:
         sys.exit(
             "error: settings of verl or TRL, and those in their place here (docs/from_verl.md):\n" + "\n".join(told)

@@ -64,17 +64,13 @@ class RunRecord:
 
     def list_settings(self) -> dict:
         """Return all settings of the run by dotted key; a setting that was not stored has its default."""
-        return _drop_starts(self._list_defaults() | self._flatten_stored())
+        return _drop_starts(self._list_defaults() | flatten(self.stored))
 
     def list_own_settings(self) -> dict:
         """Return the settings that differ from their defaults, and those that only the run's recipe has."""
         defaults = json.loads(json.dumps(self._list_defaults()))
-        return _drop_starts(
-            {key: value for key, value in self._flatten_stored().items() if defaults.get(key, ...) != value}
-        )
-
-    def _flatten_stored(self) -> dict:
-        return flatten(self.stored)
+        stored = flatten(self.stored)
+        return _drop_starts({key: value for key, value in stored.items() if defaults.get(key, ...) != value})
 
     def _list_defaults(self) -> dict:
         if "rollout" in self.stored:

@@ -54,7 +54,11 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     held = {
         "parameters": sum(buffer.param_data.nbytes for buffer in buffers)
         + sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
-        + sum(router.bias.nbytes for router in engine.routers if router.bias is not None),
+        + sum(
+            router.bias.nbytes
+            for router in (engine.routers.layers if engine.routers else ())
+            if router.bias is not None
+        ),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor)),
     }

@@ -168,13 +168,13 @@ def test_groups_and_a_bias_choose_and_leave_the_weights(one_rank):
 
 
 def move_by_hand(rank, world, address):
-    from hardware.megatron.experts import move_biases
+    from hardware.megatron.experts import Routers
 
     make_layer(rank, world, address)  # groups of ranks
     routers = [make_router(), *(make_router(has_bias=True) for _ in range(2))]
     for router, counts in zip(routers, ([9] * 6, [4, 4, 4, 4, 4, 4], [0, 1, 2, 2, 3, 4]), strict=True):
         router.load = torch.tensor(counts)
-    move_biases(routers, 0.25)
+    Routers(torch.nn.ModuleList(routers), None, torch.device("cpu")).move_biases(0.25)
     return [None if router.bias is None else router.bias.tolist() for router in routers]
 
 
@@ -214,7 +214,7 @@ def test_load_counts_each_token_that_learns_once(one_rank):
 
 
 def measure_loads(rank, world, address):
-    from hardware.megatron.experts import measure_routing
+    from hardware.megatron.experts import Routers
 
     layer, routers = make_layer(rank, world, address), [make_router(), make_router()]
     hidden, tokens = torch.randn(TOKENS, 1, HIDDEN), torch.tensor([1, 2, 5])
@@ -223,7 +223,8 @@ def measure_loads(rank, world, address):
     for router, counts in zip(routers, ([4, 4, 4, 4, 4, 4], [0, 1, 1, 1, 3, 6]), strict=True):
         router.load = torch.tensor(counts)
     losses = SimpleNamespace(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
-    return found, [measure_routing(some, losses, torch.device("cpu")) for some in (routers[:1], routers)]
+    stages = [torch.nn.ModuleList(some) for some in (routers[:1], routers)]
+    return found, [Routers(stage, losses, torch.device("cpu")).measure() for stage in stages]
 
 
 def test_load_is_by_the_mean_of_a_layer(one_rank):

@@ -126,13 +126,12 @@ def make_no_loss(outputs, batch):
 def compute_gradients(rank: int, world: int, address: str, folder: str, settings: dict, make) -> dict:
     engine = build_engine(rank, world, address, folder, settings)
     from engines.probes.megatron import gather_gradients
-    from hardware.megatron.experts import measure_routing
 
     schedule, shard = plan(engine, make())
     engine.backward(shard, make_no_loss, 7.0)  # it divides the loss alone
     return {
         "gradients": gather_gradients(engine),
-        "routing": measure_routing(engine.routers, engine.transformer, engine.device),
+        "routing": engine.routers.measure(),
         "schedule": schedule,
         "dummies": shard.num_dummies,
         "is_leader": engine.is_leader and engine.dp_rank == 0,

@@ -32,7 +32,11 @@ def step(rank: int, world: int, address: str, folder: str, settings: dict, scale
     loss = lambda outputs, micro: (scale * probe_loss(outputs, micro)[0], {})  # noqa: E731
     engine.train_step(plan(engine, batch)[1], loss, float(batch.mask.sum()))
     weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
-    return {"gradients": gradients, "weights": weights, "loads": [router.load.tolist() for router in engine.routers]}
+    return {
+        "gradients": gradients,
+        "weights": weights,
+        "loads": [router.load.tolist() for router in engine.routers.layers],
+    }
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])

@@ -100,7 +100,10 @@ def gather_logits(engine, shard):
     import torch
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
 
     parts = []
 
@@ -109,7 +112,9 @@ def gather_logits(engine, shard):
         layout = engine.layout(micro.lengths)
 
         def keep(hidden):
-            logits = engine.gather_states(hidden).transpose(0, 1) @ engine.module.module.output_weight.T
+            if engine.transformer.sequence_parallel:
+                hidden = gather_from_sequence_parallel_region(hidden)
+            logits = hidden.transpose(0, 1) @ engine.module.module.output_weight.T
             full_logits = gather_from_tensor_model_parallel_region(logits)
             parts.append(layout.unpack(full_logits, mpu.get_context_parallel_group())[:, : engine.model.vocab])
             return logits.sum(), torch.tensor(0), {}
