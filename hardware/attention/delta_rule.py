@@ -25,6 +25,8 @@ from hardware.transfer import to_device
 
 CHUNK = 64
 """Tokens of a sequence that are computed together; fewer where every sequence is shorter."""
+TAIL = 3
+"""Tokens before a chunk that a convolution may read: its taps but the token's own."""
 _EPSILON = 1e-6
 """Added to the squared norm of a query or key, as in transformers and FLA."""
 
@@ -39,7 +41,7 @@ class DeltaPlan:
         level 0   [a b] [e .]      level 1   [c .] [d .], both with the state after [a b]
 
     Attributes:
-        slots: ``[chunks, tail + C]`` the slot of each token of a chunk and of the ``tail`` tokens before it, among the
+        slots: ``[chunks, TAIL + C]`` the slot of each token of a chunk and of the ``TAIL`` tokens before it, among the
             slots of all context-parallel ranks in Megatron's order, ``[rank, s, b]``; their number where there is no
             token.
         filled: ``[chunks, C]`` bool, where a chunk has a token.
@@ -47,7 +49,6 @@ class DeltaPlan:
         counts: number of chunks of each level.
         sources: for each level, the rows of the level before whose states its chunks begin with; None for the first
             rows, in order.
-        tail: number of tokens before a chunk that the convolution reads.
     """
 
     slots: Tensor
@@ -55,14 +56,10 @@ class DeltaPlan:
     places: Tensor
     counts: tuple[int, ...]
     sources: tuple[Tensor | None, ...]
-    tail: int
 
     @classmethod
-    def build(cls, spec: MaskSpec, tail: int, device: torch.device | str = "cpu") -> DeltaPlan:
+    def build(cls, spec: MaskSpec, device: torch.device | str = "cpu") -> DeltaPlan:
         """Build the plan of a micro-batch, of which the spec says where each sequence begins and ends.
-
-        Args:
-            tail: taps of the convolution but the token's own.
 
         Raises:
             ValueError: no sequence has a token.
@@ -82,23 +79,22 @@ class DeltaPlan:
         sources = [row[source[part]] for part in np.split(order, np.cumsum(counts)[:-1])[1:]]
 
         owner, step = owner[order], step[order]
-        position = (start[owner] + step * size)[:, None] + np.arange(-tail, size)  # [chunks, tail + C]
+        position = (start[owner] + step * size)[:, None] + np.arange(-TAIL, size)  # [chunks, TAIL + C]
         exists = (position >= 0) & (position < end[owner, None])
         slots = _locate_slots(spec, sequence[owner, None], np.clip(position, 0, end[owner, None] - 1))
-        total, filled = sum(spec.padded), exists[:, tail:]
+        total, filled = sum(spec.padded), exists[:, TAIL:]
         places = np.zeros(total, np.int64)
-        places[slots[:, tail:][filled]] = np.flatnonzero(filled)
+        places[slots[:, TAIL:][filled]] = np.flatnonzero(filled)
         return cls(
             to_device(np.where(exists, slots, total), device),
             to_device(filled, device),
             to_device(places.reshape(spec.cp, -1)[spec.cp_rank], device),
             tuple(counts.tolist()),
             (None, *(None if (s == np.arange(len(s))).all() else to_device(s, device) for s in sources)),
-            tail,
         )
 
     def cut(self, rows: Tensor) -> Tensor:
-        """Cut into chunks, each behind its tail: ``[slots of all ranks, D] -> [chunks, tail + C, D]``, zeros without a
+        """Cut into chunks, each behind its tail: ``[slots of all ranks, D] -> [chunks, TAIL + C, D]``, zeros without a
         token."""
         return F.pad(rows, (0, 0, 0, 1)).index_select(0, self.slots.flatten()).unflatten(0, self.slots.shape)
 
@@ -157,14 +153,14 @@ def _locate_slots(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) ->
 
 
 def convolve(chunks: Tensor, weight: Tensor) -> Tensor:
-    """Convolve each channel over a token and those before it: ``[chunks, tail + C, D] -> [chunks, C, D]``.
+    """Convolve each channel over a token and those before it: ``[chunks, TAIL + C, D] -> [chunks, C, D]``.
 
     Args:
-        weight: ``[D, tail + 1]``, the token's own tap last.
+        weight: ``[D, taps]``, at most ``TAIL + 1`` of them, the token's own tap last.
     """
-    taps = weight.shape[1]
-    size = chunks.shape[1] - taps + 1
-    return sum((chunks[:, tap : tap + size] * weight[:, tap] for tap in range(taps)), chunks.new_zeros(()))
+    first, size = TAIL + 1 - weight.shape[1], chunks.shape[1] - TAIL
+    taps = (chunks[:, first + i : first + i + size] * tap for i, tap in enumerate(weight.unbind(1)))
+    return sum(taps, chunks.new_zeros(()))
 
 
 def _normalise(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class CpuPlatform(Platform):
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     visible_devices = None
     can_sleep = False  # vllm 0.32, v1/worker/cpu_worker: a warning, and nothing else
-    attention_backends = ("torch_sdpa",)
+    attention_backends = ("torch_sdpa", "torch_delta")
     max_pack_sequences = None
     kernel_memory = KernelMemory(copies_output=True)
     repeats = True

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engines.megatron.layout import Layout
 from hardware.attention import delta_rule as module
-from hardware.attention.delta_rule import DeltaPlan, convolve, delta_rule, step_delta_rule
+from hardware.attention.delta_rule import TAIL, DeltaPlan, convolve, delta_rule, step_delta_rule
 from hardware.attention.mask_spec import MaskSpec, Sharing
 from rlworker.checks.device.attention import LENGTHS, SHARED, find_holding_tokens
 
-GROUPS, RATIO, KEY, VALUE, TAPS = 2, 2, 8, 16, 4
+GROUPS, RATIO, KEY, VALUE, TAPS = 2, 2, 8, 16, TAIL + 1
 MIXED = GROUPS * (2 * KEY + RATIO * VALUE)
 LIMIT, LEAK = 1e-5, 1e-1
 """Largest difference to the loop, relative to the largest number; a leak is at least so large."""
@@ -46,7 +46,7 @@ def apply(rows: Tensor, weight: Tensor, plan: DeltaPlan) -> Tensor:
     """Convolve and apply the rule to the slots of all ranks; this rank's slots ``[slots, G, R, dv]``."""
     chunks = plan.cut(rows)
     mixed = convolve(chunks[..., :MIXED], weight)
-    return plan.join(delta_rule(*split_rows(mixed, chunks[:, TAPS - 1 :, MIXED:]), plan))
+    return plan.join(delta_rule(*split_rows(mixed, chunks[:, TAIL:, MIXED:]), plan))
 
 
 def run_steps(lengths, holders, rows, weight) -> Tensor:
@@ -62,7 +62,7 @@ def run_chunks(layouts: list[Layout], holders, rows, weight, build=DeltaPlan.bui
     outs = 0
     for layout in layouts:
         b, s = layout.shape
-        out = apply(slots, weight, build(layout.build_mask_spec(), TAPS - 1))
+        out = apply(slots, weight, build(layout.build_mask_spec()))
         outs = outs + layout.unpack(out.unflatten(0, (s, b)).transpose(0, 1))
     return outs
 
@@ -135,48 +135,48 @@ def draw_pack(draw: random.Random) -> tuple[tuple[int, ...], Sharing | None]:
 def test_the_documented_example(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 2)
     layout = Layout.build((3, 3, 1), "thd", sharing=Sharing((0, 0, 2), (0, 2, 0)))
-    plan = DeltaPlan.build(layout.build_mask_spec(), 1)
+    plan = DeltaPlan.build(layout.build_mask_spec())
     assert plan.counts == (2, 2) and plan.sources[0] is None and plan.sources[1].tolist() == [0, 0]
-    assert plan.slots.tolist() == [[5, 0, 1], [5, 4, 5], [1, 2, 5], [1, 3, 5]]
+    assert plan.slots.tolist() == [[5, 5, 5, 0, 1], [5, 5, 5, 4, 5], [5, 0, 1, 2, 5], [5, 0, 1, 3, 5]]
     assert plan.filled.tolist() == [[True, True], [True, False], [True, False], [True, False]]
 
 
 def test_without_a_token_there_is_no_plan():
     with pytest.raises(ValueError, match="needs at least one token"):
-        DeltaPlan.build(MaskSpec("thd", (0, 0), (4, 4)), 3)
+        DeltaPlan.build(MaskSpec("thd", (0, 0), (4, 4)))
 
 
 # -- leaks, each planted by itself
 
 
-def run_convolution_on(spec: MaskSpec, tail: int) -> DeltaPlan:
+def run_convolution_on(spec: MaskSpec) -> DeltaPlan:
     """Read the slots before a sequence's first, whoever has them."""
-    plan = DeltaPlan.build(spec, tail)
-    before = (plan.slots[:, tail:][:, :1] + torch.arange(-tail, 0)).clamp(min=0)
-    return replace(plan, slots=torch.cat([before, plan.slots[:, tail:]], dim=1))
+    plan = DeltaPlan.build(spec)
+    before = (plan.slots[:, TAIL : TAIL + 1] + torch.arange(-TAIL, 0)).clamp(min=0)
+    return replace(plan, slots=torch.cat([before, plan.slots[:, TAIL:]], dim=1))
 
 
-def carry_states_on(spec: MaskSpec, tail: int) -> DeltaPlan:
+def carry_states_on(spec: MaskSpec) -> DeltaPlan:
     """Begin each sequence with the state after the one before."""
     runs = module._cut_runs(spec)
     carried = [(*run[:3], number - 1) for number, run in enumerate(runs)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_cut_runs", lambda spec: carried)
-        return DeltaPlan.build(spec, tail)
+        return DeltaPlan.build(spec)
 
 
-def move_boundary(spec: MaskSpec, tail: int) -> DeltaPlan:
+def move_boundary(spec: MaskSpec) -> DeltaPlan:
     first, second, *others = spec.lengths
     moved = (first + 1, second - 1, *others)
-    return DeltaPlan.build(MaskSpec("thd", moved, moved), tail)
+    return DeltaPlan.build(MaskSpec("thd", moved, moved))
 
 
-def forget_prompts(spec: MaskSpec, tail: int) -> DeltaPlan:
+def forget_prompts(spec: MaskSpec) -> DeltaPlan:
     """Begin the own tokens of a sequence with no state, though its first tokens are another's."""
     runs = module._cut_runs(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_cut_runs", lambda spec: [(*run[:3], -1) for run in runs])
-        return DeltaPlan.build(spec, tail)
+        return DeltaPlan.build(spec)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ WINDOW, IMAGES = Rule(window=8), Rule(images=True)
 GEMMA = (Rule(window=8, images=True), IMAGES)
 
 
+STATES = (Rule(state=True), CAUSAL)
+
+
 def find(platform: str, rules, override=()):
     return find_rollout_backend(get_platform(platform).rollout_backends, rules, override)
 
@@ -44,6 +47,13 @@ def test_on_devices(rules):
     with pytest.raises(ValueError, match=r"rollout: .*vllm_ascend/images is refused: .*nearest: .*attention-override"):
         find("npu", rules)
     assert find("npu", rules, ("vllm_ascend/images",)) == "vllm_ascend"
+
+
+def test_states():
+    assert find("cuda", STATES) == "vllm_cuda"
+    for platform, cell in (("cpu", "vllm_cpu/state"), ("npu", "vllm_ascend/state")):
+        with pytest.raises(ValueError, match=f"{cell} is refused: "):
+            find(platform, STATES)
 
 
 @pytest.mark.parametrize("rule", [Rule(causal=False), Rule(chunk=4), Rule(prefix=True)], ids=str)
