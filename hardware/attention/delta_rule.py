@@ -21,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hardware.attention.mask_spec import MaskSpec, expand_counts
+from hardware.attention.rules import CHUNK, MOST_TAPS
 from hardware.transfer import to_device
 
-CHUNK = 64
-"""Tokens of a sequence that are computed together; fewer where every sequence is shorter."""
-TAIL = 3
+TAIL = MOST_TAPS - 1
 """Tokens before a chunk that a convolution may read: its taps but the token's own."""
 _EPSILON = 1e-6
 """Added to the squared norm of a query or key, as in transformers and FLA."""
@@ -156,10 +155,10 @@ def convolve(chunks: Tensor, weight: Tensor) -> Tensor:
     """Convolve each channel over a token and those before it: ``[chunks, TAIL + C, D] -> [chunks, C, D]``.
 
     Args:
-        weight: ``[D, taps]``, at most ``TAIL + 1`` of them, the token's own tap last.
+        weight: ``[D, taps]``, where D may be several axes; at most ``TAIL + 1`` of them, the token's own tap last.
     """
-    first, size = TAIL + 1 - weight.shape[1], chunks.shape[1] - TAIL
-    taps = (chunks[:, first + i : first + i + size] * tap for i, tap in enumerate(weight.unbind(1)))
+    first, size = TAIL + 1 - weight.shape[-1], chunks.shape[1] - TAIL
+    taps = (chunks[:, first + i : first + i + size] * tap for i, tap in enumerate(weight.unbind(-1)))
     return sum(taps, chunks.new_zeros(()))
 
 

@@ -9,6 +9,13 @@ RULES = ("full", "causal", "window", "chunk", "images", "prefix", "state")
 """Names of the parts of a rule in the capability table: "full" or "causal", and any of the others; "state" alone."""
 
 
+MOST_TAPS = 4
+"""Tokens that the convolution of a layer with a state reads at most, the own among them."""
+
+CHUNK = 64
+"""Tokens of a sequence that a layer with a state computes together; fewer where every sequence is shorter."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """The mask of one attention layer: always within one sequence, and never with a padding slot.

@@ -21,6 +21,7 @@ from torch import Tensor
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 from hardware.collectives import gather_keys_values
+from hardware.megatron.delta_net import GatedDeltaNet
 from hardware.megatron.experts import ExpertLayer, GroupedExperts
 from hardware.megatron.form import PLAIN, LayerOptions
 from hardware.megatron.marks import mark_sequence_parallel
@@ -196,6 +197,9 @@ def _build_layer(
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.
     parts.sharded_state_dict_keys_map = {}
+    if options.delta:
+        parts.self_attention = ModuleSpec(GatedDeltaNet, {"net": options.delta})
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(core_attention, {"options": options})
     if config.qk_layernorm:

@@ -8,6 +8,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlworker.checks.tiny_states import align_states
+
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
@@ -108,7 +110,7 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
     _seed(0)
     settings = _LANGUAGE | LARGE_WEIGHTS | settings
     config = AutoConfig.for_model(family, vocab_size=vocab, tie_word_embeddings=tied, **settings)
-    return save_apart(AutoModelForCausalLM.from_config(config), folder)
+    return save_apart(align_states(AutoModelForCausalLM.from_config(config)), folder)
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:

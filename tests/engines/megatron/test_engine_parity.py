@@ -9,10 +9,12 @@ from support.factors import (
     EXPERT_FAMILIES,
     EXPERT_SIZES,
     FAMILIES,
+    FOUR_RANKS,
     LAYOUTS,
     MORE_EXPERT_SIZES,
     RECOMPUTE,
     SIZES,
+    STATE_FAMILIES,
     TIED,
     TWO_RANKS,
     parse_size,
@@ -152,6 +154,19 @@ MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
 )
 def test_parity(compare, size, family, tied, layout, recompute, micro):
     compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix(
+    {"family": STATE_FAMILIES, "tied": TIED, "layout": LAYOUTS, "recompute": ("none", "core", "full")}
+    | {"micro": tuple(MICRO)}
+)
+def test_states(compare, family, tied, layout, recompute, micro):
+    compare("one", family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix({"size": (*TWO_RANKS, *FOUR_RANKS), "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})
+def test_states_over_ranks(compare, size, layout, recompute, micro):
+    compare(size, STATE_FAMILIES[0], False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
 @matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})
