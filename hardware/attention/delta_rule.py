@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -183,17 +184,19 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     value = value.float().permute(0, 2, 3, 1, 4)  # [c, G, R, C, dv]
     decay, beta = (x.float().masked_fill(empty, 0).permute(0, 2, 3, 1) for x in (decay, beta))  # [c, G, R, C]
     total = decay.cumsum(-1)
-    grown = total.exp()
     future = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()  # [c, G, R, C, C]
     # Products of queries and keys are those of a key head, whichever value heads share it.
     system = (key @ key.mT)[:, :, None] * between * beta[..., None]
     attention = (query @ key.mT)[:, :, None] * between
+    solve = partial(torch.linalg.solve_triangular, system, upper=False, unitriangular=True)
+    if len(plan.counts) == 1:  # no chunk begins with a state
+        return (attention @ solve(value * beta[..., None])).permute(0, 3, 1, 2, 4)
+    grown = total.exp()
     scaled = torch.cat([value, key[:, :, None] * grown[..., None]], dim=-1) * beta[..., None]
-    solved = torch.linalg.solve_triangular(system, scaled, upper=False, unitriangular=True)
+    values, keys = solve(scaled).split((value.shape[-1], key.shape[-1]), dim=-1)
     query = query[:, :, None] * grown[..., None]
     key = key[:, :, None] * (total[..., -1:] - total).exp()[..., None]
-    values, keys = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
     parts = (values, keys, attention, query, key.mT, grown[..., -1, None, None])
     outs = _carry_states(zip(*(part.split(plan.counts) for part in parts), plan.sources, strict=True))
     return torch.cat(outs).permute(0, 3, 1, 2, 4)

@@ -137,8 +137,8 @@ def _count_state_layer(
     mixed, queries, values = net.key_heads * net.convolved, net.key_heads * net.key_dim, heads * net.value_dim
     keys = heads * net.key_dim
     if micro.slots / micro.sequences > CHUNK:
-        several = 2 * keys + values + 2 * keys * net.value_dim / CHUNK
-    rule = 6 * queries + 2 * (keys + values) + (4 * heads + 2 * net.key_heads) * pairs + 7 * heads + several
+        several = 4 * keys + values + 2 * keys * net.value_dim / CHUNK
+    rule = 6 * queries + 2 * values + (4 * heads + 2 * net.key_heads) * pairs + 7 * heads + several
     rule += 0 if size == FP32 else 2 * queries
     columns = mixed + 2 * heads
     core = (1 + (MOST_TAPS - 1) / pairs) * columns * size + 2 * mixed * size + rule * FP32
