@@ -11,9 +11,8 @@ alone and on any device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -167,6 +166,56 @@ def _normalise(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON)
 
 
+@dataclass(frozen=True)
+class _Chunks:
+    """Products within chunks, before states enter.
+
+    Attributes:
+        query, key: ``[chunks, G, C, dk]``, scaled. value: ``[chunks, G, R, C, dv]``.
+        beta: ``[chunks, G, R, C]``. total: the same, decay from the first token to each.
+        system, attention: ``[chunks, G, R, C, C]`` of a token's key, or query, with those of the tokens up to it.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    total: Tensor
+    system: Tensor
+    attention: Tensor
+
+    @classmethod
+    def build(cls, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, plan: DeltaPlan) -> _Chunks:
+        """Build from the arguments of ``delta_rule``."""
+        empty = ~plan.filled[..., None, None]  # a slot without a token changes no state
+        query = (_normalise(query.float()) * query.shape[-1] ** -0.5).transpose(1, 2)
+        key = _normalise(key.float()).transpose(1, 2)
+        value = value.float().permute(0, 2, 3, 1, 4)
+        decay, beta = (x.float().masked_fill(empty, 0).permute(0, 2, 3, 1) for x in (decay, beta))
+        total = decay.cumsum(-1)
+        future = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).triu(1)
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()
+        # Products of queries and keys are those of a key head, whichever value heads share it.
+        system = (key @ key.mT)[:, :, None] * between * beta[..., None]
+        attention = (query @ key.mT)[:, :, None] * between
+        return cls(query, key, value, beta, total, system, attention)
+
+    def solve(self, right: Tensor) -> Tensor:
+        """Solve the systems for right sides ``[chunks, G, R, C, n]``, which are scaled by beta first."""
+        return torch.linalg.solve_triangular(self.system, right * self.beta[..., None], upper=False, unitriangular=True)
+
+    def make_levels(self, counts: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Return the solved values and keys, attention, queries, transposed keys, and decay over a chunk, of each
+        level."""
+        grown = self.total.exp()
+        scaled = torch.cat([self.value, self.key[:, :, None] * grown[..., None]], dim=-1)
+        values, keys = self.solve(scaled).split((self.value.shape[-1], self.key.shape[-1]), dim=-1)
+        query = self.query[:, :, None] * grown[..., None]
+        key = self.key[:, :, None] * (self.total[..., -1:] - self.total).exp()[..., None]
+        parts = (values, keys, self.attention, query, key.mT, grown[..., -1, None, None])
+        return zip(*(part.split(counts) for part in parts), strict=True)
+
+
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, plan: DeltaPlan) -> Tensor:
     """Apply the rule chunk by chunk, in fp32: the WY representation of the paper, section 3.3.
 
@@ -178,40 +227,49 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     Returns:
         ``[chunks, C, G, R, dv]`` fp32.
     """
-    empty = ~plan.filled[..., None, None]  # a slot without a token changes no state
-    query = (_normalise(query.float()) * query.shape[-1] ** -0.5).transpose(1, 2)  # [c, G, C, dk]
-    key = _normalise(key.float()).transpose(1, 2)
-    value = value.float().permute(0, 2, 3, 1, 4)  # [c, G, R, C, dv]
-    decay, beta = (x.float().masked_fill(empty, 0).permute(0, 2, 3, 1) for x in (decay, beta))  # [c, G, R, C]
-    total = decay.cumsum(-1)
-    future = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).triu(1)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()  # [c, G, R, C, C]
-    # Products of queries and keys are those of a key head, whichever value heads share it.
-    system = (key @ key.mT)[:, :, None] * between * beta[..., None]
-    attention = (query @ key.mT)[:, :, None] * between
-    solve = partial(torch.linalg.solve_triangular, system, upper=False, unitriangular=True)
+    chunks = _Chunks.build(query, key, value, decay, beta, plan)
     if len(plan.counts) == 1:  # no chunk begins with a state
-        return (attention @ solve(value * beta[..., None])).permute(0, 3, 1, 2, 4)
-    grown = total.exp()
-    scaled = torch.cat([value, key[:, :, None] * grown[..., None]], dim=-1) * beta[..., None]
-    values, keys = solve(scaled).split((value.shape[-1], key.shape[-1]), dim=-1)
-    query = query[:, :, None] * grown[..., None]
-    key = key[:, :, None] * (total[..., -1:] - total).exp()[..., None]
-    parts = (values, keys, attention, query, key.mT, grown[..., -1, None, None])
-    outs = _carry_states(zip(*(part.split(plan.counts) for part in parts), plan.sources, strict=True))
-    return torch.cat(outs).permute(0, 3, 1, 2, 4)
+        out = chunks.attention @ chunks.solve(chunks.value)
+    else:
+        out = torch.cat(_carry_states(zip(chunks.make_levels(plan.counts), plan.sources, strict=True)))
+    return out.permute(0, 3, 1, 2, 4)
 
 
-def _carry_states(levels: Iterable[tuple]) -> list[Tensor]:
+def continue_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, plan: DeltaPlan, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule on from states, as a rollout does that computed the tokens before.
+
+    Arguments are those of ``delta_rule``, of sequences that share nothing, and:
+
+    Args:
+        states: ``[sequences, G, R, dk, dv]`` fp32, in the order of the first level's chunks.
+
+    Returns:
+        outputs as of ``delta_rule``, and the states after the last tokens, in the same order.
+    """
+    assert all(source is None for source in plan.sources), "rollouts share no beginnings"
+    outs, ends = [], []
+    levels = _Chunks.build(query, key, value, decay, beta, plan).make_levels(plan.counts)
+    for (values, keys, attention, scaled, turned, kept), left in zip(levels, (*plan.counts[1:], 0), strict=True):
+        values = values - keys @ states
+        outs.append(scaled @ states + attention @ values)
+        states = states * kept + turned @ values
+        ends.append(states[left:])
+        states = states[:left]
+    return torch.cat(outs).permute(0, 3, 1, 2, 4), torch.cat(ends[::-1])
+
+
+def _carry_states(levels: Iterable[tuple[tuple[Tensor, ...], Tensor | None]]) -> list[Tensor]:
     """Compute the outputs ``[chunks of a level, G, R, C, dv]`` of each level, with states from the level before.
 
     Args:
-        levels: of each the solved values and keys, attention within chunks, queries, transposed keys, decay over a
-            chunk, and its entry of ``DeltaPlan.sources``.
+        levels: of each its entries of ``_Chunks.make_levels`` and of ``DeltaPlan.sources``.
     """
     outs: list[Tensor] = []
-    state, before = None, ()
-    for values, keys, attention, query, key, decay, source in levels:
+    state: Tensor | None = None
+    before: tuple[Tensor, ...] = ()
+    for (values, keys, attention, query, key, decay), source in levels:
         if before:
             # Of the chunks before, those that no other goes on from are last where sources are the first rows.
             added, written, kept = before if source is not None else (_take(x, len(values)) for x in before)

@@ -14,8 +14,8 @@ _NO_CHUNK = Cell(False, "vLLM cuts sequences at chunks by a backend that nobody 
 _NO_PREFIX = Cell(False, "vLLM lets the tokens of images see ahead, and never the text of a prompt", "the image rule")
 _NO_STATE = Cell(
     False,
-    "its kernel of gated delta nets takes bfloat16 and key heads of 128 alone, and nobody compared it here",
-    "SFT, which needs no rollouts",
+    "its kernel of gated delta nets takes bfloat16 and key heads of 128 alone",
+    "vllm_cpu_states, which is taken by itself",
 )
 _REFUSED = {"full": _NO_FULL, "chunk": _NO_CHUNK, "prefix": _NO_PREFIX}
 
@@ -43,6 +43,16 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
     "vllm_cpu_images": _CPU
     | {
         "images": Cell(True, "an image is a sequence of its own that is not causal", composes=True, evidence="executed")
+    },
+    "vllm_cpu_states": _CPU
+    | {
+        "images": Cell(False, "no model has images and states, and nobody compared them", "vllm_cpu_images"),
+        "state": Cell(
+            True,
+            "the trainer's own arithmetic over vLLM's cache of states, which begin anew with each request",
+            composes=True,
+            evidence="executed",
+        ),
     },
     "vllm_cuda": _UNTRIED
     | {

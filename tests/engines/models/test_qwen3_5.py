@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import MegatronConfig
+from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.megatron.form import DeltaNet
@@ -101,3 +101,12 @@ def test_other_families_have_no_states(tmp_path):
 def test_tensor_parallel_sizes_that_are_not_built(tmp_path, changes, tp, message):
     with pytest.raises(ValueError, match=message):
         MegatronConfig(tp=tp, ranks=tp).check_model(read(tmp_path, **changes))
+
+
+def test_a_rollout_that_cannot_be_cut(tmp_path):
+    spec = read(tmp_path, linear_num_key_heads=2, num_key_value_heads=4)
+    VllmConfig(tp=2).check_model(spec)
+    with pytest.raises(
+        ValueError, match="rollout: tp=4 does not divide the model's 2 key heads of layers with a state"
+    ):
+        VllmConfig(tp=4).check_model(spec)

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from engines.megatron.layout import Layout
 from hardware.attention import delta_rule as module
-from hardware.attention.delta_rule import TAIL, DeltaPlan, convolve, delta_rule, step_delta_rule
+from hardware.attention.delta_rule import (
+    TAIL,
+    DeltaPlan,
+    continue_delta_rule,
+    convolve,
+    delta_rule,
+    step_delta_rule,
+)
 from hardware.attention.mask_spec import MaskSpec, Sharing
 from rlworker.checks.device.attention import LENGTHS, SHARED, find_holding_tokens
 
@@ -130,6 +137,30 @@ def draw_pack(draw: random.Random) -> tuple[tuple[int, ...], Sharing | None]:
             counts.append(0)
         lengths.append(counts[-1] + draw.choice([0, 1, 2, draw.randint(3, 40)]))
     return tuple(lengths), Sharing(tuple(owners), tuple(counts)) if any(counts) else None
+
+
+@pytest.mark.parametrize("pieces", [(300, 1, 1), (64, 64, 5), (1, 130, 40)], ids=str)
+def test_going_on_from_the_states_of_a_part_before(pieces):
+    """Three sequences, whose parts are computed together, the second of each as long as its neighbours' first."""
+    rows, _ = draw_inputs(3 * sum(pieces))
+    sequences = rows.split(sum(pieces))
+    want = [step_delta_rule(*split_rows(part[:, :MIXED].double(), part[:, MIXED:].double())) for part in sequences]
+    states, at, found = torch.zeros(3, GROUPS, RATIO, KEY, VALUE), [0, 0, 0], [[], [], []]
+    for turn in range(len(pieces)):
+        lengths = tuple(pieces[(turn + number) % len(pieces)] for number in range(3))
+        parts = [one[start : start + n] for one, start, n in zip(sequences, at, lengths)]
+        plan = DeltaPlan.build(MaskSpec("thd", lengths, lengths))
+        order = plan.slots[: plan.counts[0], TAIL].argsort()
+        chunks = plan.cut(torch.cat(parts))[:, TAIL:]
+        out, states = continue_delta_rule(
+            *split_rows(chunks[..., :MIXED], chunks[..., MIXED:]), plan, states[order.argsort()]
+        )
+        states = states[order]
+        for number, part in enumerate(plan.join(out).split(lengths)):
+            found[number].append(part)
+            at[number] += lengths[number]
+    for got, expected in zip(found, want, strict=True):
+        assert float((torch.cat(got) - expected).abs().max() / expected.abs().max()) <= LIMIT
 
 
 def test_the_documented_example(monkeypatch):
