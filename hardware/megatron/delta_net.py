@@ -49,28 +49,32 @@ class GatedDeltaNet(MegatronModule):
         self.mixes_again = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(self, hidden: Tensor, attention_mask=None, *, packed_seq_params: AttentionInputs, **_):
-        """Return the output and no bias, as Megatron's self-attention does.
+        """Return the output and no bias, as Megatron's self-attention does."""
+        columns = self.in_proj(hidden)[0].unflatten(-1, (self.heads, -1))  # [s, b, G, columns]
+        gate_width = self.net.ratio * self.net.value_dim
+        columns, gate = columns.split((self.net.columns - gate_width, gate_width), dim=-1)
+        out = self.mix(columns, packed_seq_params)
+        out = self.out_norm * F.rms_norm(out.float(), out.shape[-1:], None, self.config.layernorm_epsilon).to(
+            gate.dtype
+        )
+        out = out * F.silu(gate.unflatten(-1, out.shape[-2:]).float())
+        return self.out_proj(out.to(hidden.dtype).flatten(2))[0], None
+
+    def mix(self, columns: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Convolve this rank's columns and carry states: ``[s, b, G, columns but the gate's] -> [s, b, G, R, dv]``.
 
         Raises:
             ValueError: the inputs have no plan of states, since no rule of their spec is one.
         """
-        if (plan := packed_seq_params.delta) is None:
+        if (plan := inputs.delta) is None:
             raise ValueError(f"layer {self.layer_number}: the MaskSpec has no rule with state=True, which it computes")
-        columns = self.in_proj(hidden)[0].unflatten(-1, (self.heads, -1))  # [s, b, G, columns]
-        gate_width = self.net.ratio * self.net.value_dim
-        columns, gate = columns.split((self.net.columns - gate_width, gate_width), dim=-1)
         rows = gather_ranks(columns.flatten(2), self.cp_group).flatten(0, 2)  # [cp * s * b, G * columns]
         parameters = self.conv, self.a_log, self.dt_bias
         if self.mixes_again and self.training:
             out = checkpoint(partial(self._mix, plan), False, rows, *parameters)
         else:
             out = self._mix(plan, rows, *parameters)
-        out = out.unflatten(0, gate.shape[:2])  # [s, b, G, R, dv]
-        out = self.out_norm * F.rms_norm(out.float(), out.shape[-1:], None, self.config.layernorm_epsilon).to(
-            gate.dtype
-        )
-        out = out * F.silu(gate.unflatten(-1, out.shape[-2:]).float())
-        return self.out_proj(out.to(hidden.dtype).flatten(2))[0], None
+        return out.unflatten(0, columns.shape[:2])
 
     def _mix(self, plan: DeltaPlan, rows: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
         """Mix the slots of all context-parallel ranks: ``[cp * s * b, G * columns] -> [s * b, G, R, dv]``, this

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # as where tiny models are made
     from transformers import PreTrainedModel
 
+STATES: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+"""Layers of a tiny Qwen3.5."""
+
 
 def align_states(model: PreTrainedModel) -> PreTrainedModel:
     """Let a token's query be like its key in layers with a state, as in trained models, and return the model.
