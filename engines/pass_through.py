@@ -19,7 +19,7 @@ VLLM_OWN = _names(
     "model dtype max_model_len max_num_seqs logprobs_mode worker_extension_cls disable_log_stats "
     "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
     "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
-    "enable_sleep_mode scheduling_policy config_format load_format"
+    "enable_sleep_mode scheduling_policy config_format load_format mamba_ssm_cache_dtype"
 )
 """Arguments of vLLM's LLM that the engine sets itself."""
 
@@ -53,14 +53,14 @@ MEGATRON_OWN = _names(
     "moe_token_dispatcher_type batch_p2p_comm calculate_per_token_loss finalize_model_grads_func "
     "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion apply_rope_fusion "
     "persist_layer_norm recompute_granularity recompute_modules recompute_method recompute_num_layers "
-    "deterministic_mode hetereogenous_dist_checkpoint"
+    "deterministic_mode hetereogenous_dist_checkpoint attention_output_gate"
 )
 """Fields of Megatron's TransformerConfig that the engine sets itself."""
 
 MEGATRON_REASONS = {
     "it makes another model than the folder's": _names(
         "num_moe_experts mtp_num_layers multi_latent_attention experimental_attention_variant linear_attention_freq "
-        "window_size softmax_scale softmax_type qk_l2_norm qk_clip attention_output_gate layernorm_zero_centered_gamma "
+        "window_size softmax_scale softmax_type qk_l2_norm qk_clip layernorm_zero_centered_gamma "
         "apply_residual_connection_post_layernorm apply_query_key_layer_scaling activation_func_clamp_value "
         "glu_linear_offset heterogeneous_block_specs is_hybrid_model fp16 fp8 fp4"
     ),

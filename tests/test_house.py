@@ -235,7 +235,7 @@ MASK_FORMS = re.compile(
 """Words in which some backend takes its mask."""
 PASSED_ON = {
     # Megatron calls core attention with this argument, and so does the probe; it is None.
-    ("engines/probes/megatron.py", "attn_mask_type"),
+    ("engines/probes/mixing.py", "attn_mask_type"),
 }
 
 

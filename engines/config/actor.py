@@ -171,8 +171,9 @@ class MegatronConfig:
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError if the parallel sizes do not divide the model, or ``freeze`` leaves nothing to learn."""
         # Projections are cut by rows where ranks share a key-value head. The hidden size is not cut.
-        rows = (model.heads + 2 * model.kv_heads) * model.head_dim
+        rows = (model.heads * (1 + model.gates_output) + 2 * model.kv_heads) * model.head_dim
         sizes = {"attention heads": model.heads} | model.mlp_widths | {"rows of queries, keys and values": rows}
+        sizes |= {"key heads of layers with a state": model.delta.key_heads} if model.delta else {}
         for name, value in sizes.items():
             if value % self.tp:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")
@@ -180,6 +181,11 @@ class MegatronConfig:
             raise ValueError(
                 f"actor: tp={self.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key-value "
                 "heads; change --actor.tp"
+            )
+        if model.gates_output and self.tp > model.kv_heads:
+            raise ValueError(
+                f"actor: tp={self.tp} is above the model's {model.kv_heads} key-value heads, which Megatron does not "
+                "share among ranks where outputs have gates; lower --actor.tp"
             )
         if model.experts:
             self._check_experts(model.experts, model.hidden)

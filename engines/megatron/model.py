@@ -53,6 +53,7 @@ def build_transformer_config(model: ModelSpec, config: MegatronConfig) -> Transf
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
+        attention_output_gate=model.gates_output,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.tp,

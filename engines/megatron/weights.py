@@ -16,7 +16,7 @@ from torch import Tensor
 from engines.megatron.groups import get_cut_group
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
-from engines.models.weight import EMBEDDING, OUTPUT, Join, Weight
+from engines.models.weight import EMBEDDING, OUTPUT, Weight
 
 Named = TypeVar("Named", bound=Tensor)
 
@@ -39,13 +39,20 @@ def _number_layers(module: GPTModel, tensors: Iterable[tuple[str, Named]]) -> di
     return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): tensor for name, tensor in tensors}
 
 
-def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
+def _join(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
     """Join HF tensors to one of Megatron's, as ``Weight.join`` says; a vocabulary is padded to ``rows``."""
+    kind = weight.join
+    if kind == "grouped":
+        return _group(torch.cat(tensors).split(weight.runs), weight.groups)
+    if kind == "gated_qkv":
+        # [heads * 2 * d, h] of q: of each head its query, then its gate. A group has its queries above their gates.
+        query = tensors[0].unflatten(0, (model.kv_heads, -1, 2, model.head_dim)).transpose(1, 2)
+        return _group([query.flatten(0, 3), *tensors[1:]], model.kv_heads)
     if kind == "qkv":
         # [heads * d, h] of q and [kv_heads * d, h] of k and v -> [kv_heads, rows of a group, h]: q of group 0, its k,
         # its v, then group 1. So tensor parallelism cuts between groups and each rank has all that its heads need.
         parts = tensors if len(tensors) > 1 else tensors[0].split(_count_qkv_rows(model))
-        return torch.cat([part.unflatten(0, (model.kv_heads, -1)) for part in parts], dim=1).flatten(0, 1)
+        return _group(parts, model.kv_heads)
     if kind == "gated":
         return torch.cat(tensors)
     if kind == "experts":
@@ -61,6 +68,17 @@ def _join(kind: Join, tensors: list[Tensor], model: ModelSpec, rows: int) -> Ten
     return tensors[0]
 
 
+def _group(runs: Iterable[Tensor], groups: int) -> Tensor:
+    """Join runs of rows: the first of ``groups`` parts of each run, then the second."""
+    return torch.cat([run.unflatten(0, (groups, -1)) for run in runs], dim=1).flatten(0, 1)
+
+
+def _ungroup(whole: Tensor, groups: int, rows: Iterable[int]) -> list[Tensor]:
+    """Take runs of so many rows apart: the inverse of ``_group``."""
+    parts = whole.unflatten(0, (groups, -1)).split([count // groups for count in rows], dim=1)
+    return [part.flatten(0, 1) for part in parts]
+
+
 def _count_qkv_rows(model: ModelSpec) -> list[int]:
     """Count the rows of queries, keys and values, which a family has in a tensor each or in one, in this order."""
     return [heads * model.head_dim for heads in (model.heads, model.kv_heads, model.kv_heads)]
@@ -74,10 +92,14 @@ def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     if weight.join in ("fused_experts", "fused_gated_experts"):
         return [whole.flatten(1, -2).transpose(1, 2).contiguous()]
     if weight.join == "qkv":
-        groups = whole.unflatten(0, (model.kv_heads, -1))  # [kv_heads, rows of q, k and v in a group, ...]
-        parts = groups.split([count // model.kv_heads for count in _count_qkv_rows(model)], dim=1)
-        parts = [part.flatten(0, 1) for part in parts]
+        parts = _ungroup(whole, model.kv_heads, _count_qkv_rows(model))
         return parts if len(rows) > 1 else [torch.cat(parts)]
+    if weight.join == "gated_qkv":
+        query, *others = _ungroup(whole, model.kv_heads, rows)
+        query = query.unflatten(0, (model.kv_heads, 2, -1, model.head_dim)).transpose(1, 2)
+        return [query.flatten(0, 3), *others]
+    if weight.join == "grouped":
+        return list(torch.cat(_ungroup(whole, weight.groups, weight.runs)).split(rows))
     return list(whole[: sum(rows)].split(rows))  # without the vocabulary's padding
 
 
@@ -133,7 +155,7 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
         # Rows of a padded vocabulary over all ranks; other joins do not read it.
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
         weight, tensors = _read(folder, weight)
-        value = _cut_shard(weight, _join(weight.join, tensors, model, rows))
+        value = _cut_shard(weight, _join(weight, tensors, model, rows))
         if value.shape != parameter.shape:
             raise ValueError(
                 f"model: {list(weight.tensors)} in {model.folder!r} give {name} the shape {tuple(value.shape)}, "

@@ -37,6 +37,7 @@ class Family:
         mixes_windows: vLLM knows layers with a window and layers without one.
         has_predictors: a folder may have layers after the last, which predict further tokens. They are neither read nor
             written.
+        layer_types: entries that ``layer_types`` of a config may have.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: prefix of the language model's weights in a saved folder.
         output: name of the output layer's weight in a saved folder, where it is not tied to the embedding.
@@ -57,6 +58,7 @@ class Family:
     extract_language: Callable[[dict], dict] | None = None
     mixes_windows: bool = False
     has_predictors: bool = False
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     own_head_dim: bool = True
     prefix: str = "model."
     output: str = "lm_head.weight"

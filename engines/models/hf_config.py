@@ -53,7 +53,6 @@ _TYPES: dict[str, Any] = {
     "use_sliding_window": bool,
     "sliding_window": int | None,
     "max_window_layers": int,
-    "layer_types": list[Literal["full_attention", "sliding_attention"]] | None,
     "architectures": list[str] | None,
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,
@@ -78,7 +77,8 @@ def check_keys(config: dict, path: Path, family: Family) -> None:
     """Raise ValueError for keys that are missing, of a wrong type or out of range."""
     if missing := [key for key in family.needed if key not in config]:
         raise ValueError(f"model: {path} lacks the keys {missing}; save the model again with transformers")
-    for key, kind in _TYPES.items():
+    kinds = list[Literal[family.layer_types]] | None  # pyright: ignore[reportInvalidTypeForm]  of a family
+    for key, kind in (_TYPES | {"layer_types": kinds}).items():
         if key in config and not fits(kind, config[key]):
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {spell(kind)}")
     for key in (*_SIZES, *LENGTHS, "num_key_value_heads", "head_dim", "sliding_window"):
@@ -142,6 +142,28 @@ def check_rope(rope: dict, config: dict, path: Path) -> dict:
             f"model: {path} has partial_rotary_factor {partial!r}, expected 1: the engine turns whole heads"
         )
     return rope
+
+
+PARTIAL_ROTARY = "partial_rotary_factor"
+"""Key of the share of a head's entries that turn."""
+
+
+def read_partial_rope(config: dict, path: Path) -> dict:
+    """Read the rotary settings with the share of a head's entries that turn; ValueError as ``read_rope``.
+
+    What divides frequencies among the axes of images is left out: positions of text have one.
+    """
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    share = given.pop(PARTIAL_ROTARY, config[PARTIAL_ROTARY])
+    turned = share * config["head_dim"] if fits(float, share) and share > 0 else 0
+    if not 2 <= turned <= config["head_dim"] or int(turned) % 2:
+        raise ValueError(
+            f"model: {path} has {PARTIAL_ROTARY} {share!r}, expected a number from 0 to 1 that gives an even number of "
+            f"the {config['head_dim']} entries of a head: rotary embeddings turn pairs"
+        )
+    given = {key: value for key, value in given.items() if not key.startswith("mrope_")}
+    whole = {key: value for key, value in config.items() if key not in ("rope_scaling", PARTIAL_ROTARY)}
+    return read_rope(whole | {"rope_parameters": given}, path) | {PARTIAL_ROTARY: share}
 
 
 def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, ...]:

@@ -16,7 +16,7 @@ from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
-from hardware.megatron.form import Experts, LayerOptions
+from hardware.megatron.form import DeltaNet, Experts, LayerOptions
 
 if TYPE_CHECKING:  # a spec is read before anything takes the time to import torch; of text alone without images
     from torch import Tensor
@@ -178,6 +178,16 @@ class ModelSpec(DecoderSizes):
         """Queries and keys are normed head by head."""
         return any(name.endswith("self_attention.q_layernorm.weight") for name in self.weights)
 
+    @property
+    def gates_output(self) -> bool:
+        """Outputs of attention are scaled by gates, in all layers that have attention."""
+        return any(kind.options.gates_output for kind in self.kinds)
+
+    @property
+    def delta(self) -> DeltaNet | None:
+        """Gated delta net of the layers that have one, alike in all of them; None where all have attention."""
+        return next((kind.options.delta for kind in self.kinds if kind.options.delta), None)
+
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """Every parameter and buffer by Megatron's name, in its modules' order, layers numbered over the whole model.
@@ -267,8 +277,9 @@ class ModelSpec(DecoderSizes):
 
     def count_training_flops(self, lengths: Sequence[int], computed_tokens: float | None = None) -> float:
         """Count the FLOPs of a forward and a backward pass of the language model over sequences: six for each weight
-        and token, without an embedding that is only looked up; and attention's two products as if every layer were
-        causal and had no window. Recomputation and padding are left out (Chowdhery et al., arXiv:2204.02311, B).
+        and token, without an embedding that is only looked up; attention's two products as if each of its layers were
+        causal and had no window; and three products of a state with each token. Recomputation and padding are left out
+        (Chowdhery et al., arXiv:2204.02311, B).
 
         Args:
             lengths: tokens of each sequence. computed_tokens: in all, where sequences share their beginnings.
@@ -284,7 +295,10 @@ class ModelSpec(DecoderSizes):
         )
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
         pairs = sum(length**2 for length in lengths) / 2
-        return 6.0 * weights * tokens + 12.0 * self.layers * self.heads * self.head_dim * pairs
+        attending = sum(not kind.options.delta for kind in self.kinds)
+        nets = (kind.options.delta for kind in self.kinds if kind.options.delta)
+        states = sum(net.key_heads * net.ratio * net.key_dim * net.value_dim for net in nets)  # entries of all layers
+        return 6.0 * (weights + 3 * states) * tokens + 12.0 * attending * self.heads * self.head_dim * pairs
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:

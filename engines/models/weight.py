@@ -15,7 +15,16 @@ Part = Literal["vision", "projector", "language", "router"]
 """Parts of a model that can be frozen: a vision tower's blocks, the layers that map their features to tokens, the
 language model, and of it the routers of experts alone."""
 Join = Literal[
-    "whole", "qkv", "gated", "vocabulary", "experts", "gated_experts", "fused_experts", "fused_gated_experts"
+    "whole",
+    "qkv",
+    "gated_qkv",
+    "grouped",
+    "gated",
+    "vocabulary",
+    "experts",
+    "gated_experts",
+    "fused_experts",
+    "fused_gated_experts",
 ]
 Way = Literal["tp", "ep", "etp"]
 """Ways to cut a parameter over ranks: tensor and expert parallelism, and the tensor parallelism of experts."""
@@ -30,9 +39,12 @@ class Weight:
         tensors: HF name -> whole shape, in the order in which they are joined.
         join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above the
             up projection and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts
-            of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order. ``experts`` stacks a tensor
+            of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order. ``gated_qkv`` joins as
+            ``qkv`` does where each head's query has a gate behind it, queries of a group before their gates.
+            ``grouped`` takes the first part of each of some runs of rows, then the second. ``experts`` stacks a tensor
             of each expert, ``gated_experts`` gate and up of each. ``fused_experts`` transposes a tensor of all experts,
             ``[experts, f, h]``, and ``fused_gated_experts`` one of gate and up side by side, ``[experts, h, 2 f]``.
+        groups, runs: for ``grouped``, the number of parts of a run, and the rows of each run.
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
         module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
             folder; empty where it is.
@@ -46,6 +58,8 @@ class Weight:
     part: Part = "language"
     module: str = ""
     is_buffer: bool = False
+    groups: int = 1
+    runs: tuple[int, ...] = ()
 
     def within(self, place: str, hf_place: str) -> Weight:
         """Name the same parameter from further out, on both sides."""

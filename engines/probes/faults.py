@@ -264,6 +264,17 @@ FAULTS: dict[str, Fault] = {
             "image block off by one": form_faults.shift_image_block,
         }.items()
     },
+    **{
+        name: Fault(patches, "attention", model="qwen3_5_text")
+        for name, patches in {
+            "convolutions run on": form_faults.run_convolutions_on,
+            "states run on": form_faults.run_states_on,
+            "convolutions and states run on": form_faults.run_convolutions_and_states_on,
+            "boundaries of states off by one": form_faults.begin_states_a_token_late,
+        }.items()
+    },
+    "states of prompts forgotten": Fault(form_faults.forget_states_of_prompts, "layouts", model="qwen3_5_text"),
+    "convolutions left out of a sync": _late(partial(sync_faults.leave_out, ".conv1d."), model="qwen3_5_text"),
     "gate and up of experts swapped": _mixture(expert_faults.swap_gate_and_up, "layouts"),
     "the next expert": _mixture(expert_faults.take_the_next_expert, "layouts"),
     "chosen experts' weights not scaled": _mixture(expert_faults.leave_weights_unscaled, "layouts"),

@@ -1,4 +1,4 @@
-"""Known faults in the options of a family: norms, scales, rotary kinds, bidirectional images."""
+"""Known faults in the options of a family: norms, scales, rotary kinds, bidirectional images, states."""
 
 import math
 from collections.abc import Callable
@@ -114,3 +114,68 @@ def _tell_images(change: Callable[[list], list]) -> list[Patch]:
         return build
 
     return [(gpu_model_runner, "CommonAttentionMetadata", wrap)]
+
+
+def run_convolutions_on() -> list[Patch]:
+    """Let a convolution read the slots before a sequence's first, whoever has them."""
+    import torch
+
+    from hardware.attention.delta_rule import TAIL
+
+    def change(plan):
+        before = plan.slots[:, TAIL : TAIL + 1] + torch.arange(-TAIL, 0, device=plan.slots.device)
+        return replace(plan, slots=torch.cat([before.clamp(min=0), plan.slots[:, TAIL:]], dim=1))
+
+    return _change_plans(lambda build: lambda *args: change(build(*args)))
+
+
+def run_states_on() -> list[Patch]:
+    """Begin each sequence with the state after the one before it."""
+    from hardware.attention import delta_rule
+
+    def wrap(cut):
+        return lambda spec: [(*run[:3], number - 1) for number, run in enumerate(cut(spec))]
+
+    return [(delta_rule, "_cut_runs", wrap)]
+
+
+def run_convolutions_and_states_on() -> list[Patch]:
+    """Let neither begin anew, as transformers (5.19) does where it is given the sequences of a pack."""
+    return run_convolutions_on() + run_states_on()
+
+
+def begin_states_a_token_late() -> list[Patch]:
+    """Carry a state on to the first token of the next sequence, and begin anew after it."""
+    from hardware.attention import delta_rule
+
+    def wrap(cut):
+        def cut_late(spec):
+            runs: list[tuple[int, int, int, int]] = []
+            for number, start, end, parent in cut(spec):
+                if spec.sharing:
+                    runs.append((number, start, end, parent))
+                    continue
+                runs.append((number, 0, 1, len(runs) - 1))
+                if end > 1:
+                    runs.append((number, 1, end, -1))
+            return runs
+
+        return cut_late
+
+    return [(delta_rule, "_cut_runs", wrap)]
+
+
+def forget_states_of_prompts() -> list[Patch]:
+    """Begin the tokens after a shared prompt with an empty state."""
+    from hardware.attention import delta_rule
+
+    def wrap(cut):
+        return lambda spec: [(*run[:3], -1 if spec.begins[run[0]] == run[1] else run[3]) for run in cut(spec)]
+
+    return [(delta_rule, "_cut_runs", wrap)]
+
+
+def _change_plans(wrap: Callable) -> list[Patch]:
+    from hardware.attention.delta_rule import DeltaPlan
+
+    return [(DeltaPlan, "build", wrap)]

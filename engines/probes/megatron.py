@@ -27,6 +27,7 @@ from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from engines.probes.head import scoring_some
+from engines.probes.mixing import Mixing, list_layers
 from hardware.attention.rules import Rule
 from hardware.megatron.experts import sum_load
 
@@ -34,8 +35,6 @@ _PASS_SLOTS = 2**14
 """Tokens that one pass takes at most."""
 _BIAS_STEP = 0.1
 """How far ``step_biases`` moves the bias of an expert: of scores from 0 to 1 so far that tokens choose others."""
-_LOUD = 64.0
-"""Size of the change to keys and values, so that one among thousands of tokens shows in bf16 too."""
 
 
 # -- one layer's attention
@@ -44,64 +43,43 @@ _LOUD = 64.0
 def probe_attention(
     engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase, every: bool = True
 ) -> list[Influence]:
-    """Compare each layer's core attention on this rank with its rule, and return the differences; empty if there are
-    none.
+    """Compare core attention, or for a rule with a state what carries it, of each layer on this rank with the rule, and
+    return the differences; empty if there are none.
 
-    A forward pass over copies of the sequences, each with the key and value of another token changed, is compared with
-    a pass over unchanged copies. A pass over one copy is compared with a pass with other padding.
+    A forward pass over copies of the sequences, each with the inputs of another token changed, is compared with a pass
+    over unchanged copies. A pass over one copy is compared with a pass with other padding.
 
     Args:
         every: whether to probe each layer; else only the first and the last.
     """
-    layers = list(engine.decoder.decoder.layers)
-    layers = layers if every else list(dict.fromkeys([layers[0], layers[-1]]))
-    visible, heard_by_layer = case.compute_visible(rule)[:, list(case.columns)], {}
+    layers, visible = list_layers(engine, rule, every), case.compute_visible(rule)[:, list(case.columns)]
+    heard_by_layer: dict[Any, list[np.ndarray]] = {}
     for part in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
         repeated = part.repeated()
-        attend, draw = _attention(engine, kind, rule, repeated)
-        baseline, changed = draw(), draw(repeated.changed)
+        mixing = _mixing(engine, kind, rule, repeated)
+        baseline, changed = mixing.draw(), mixing.draw(repeated.changed)
         for layer in layers:
-            effects = _changes(attend(layer, baseline), attend(layer, changed), len(part.columns)).T
+            effects = _changes(mixing.mix(layer, baseline), mixing.mix(layer, changed), len(part.columns)).T
             heard_by_layer.setdefault(layer, []).append(effects)
-    influences = []
-    attend, draw = _attention(engine, kind, rule, case)
-    baseline, padded = draw(), draw(padding=_LOUD)
+    influences, mixing = [], _mixing(engine, kind, rule, case)
+    baseline, padded = mixing.draw(), mixing.draw_padding()
     for layer, passes in heard_by_layer.items():
         effects = np.concatenate(passes, axis=1)
-        pads = int(_changes(attend(layer, baseline), attend(layer, padded), 1).sum())
+        pads = int(_changes(mixing.mix(layer, baseline), mixing.mix(layer, padded), 1).sum())
         if pads or (effects != visible).any():
             influences.append(_explain(engine, layer, kind, rule, case, effects, pads))
     return influences
 
 
-def _attention(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase):
-    """Make two functions: ``draw(changed=(), padding=0)`` makes random queries, keys and values as this rank holds
-    them, and ``attend(layer, drawn) -> [N, ...]`` puts them through a layer's core attention."""
+def _mixing(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase) -> Mixing:
+    """Lay out a case's tokens and lower a rule to the platform's attention inputs."""
     with _settings(engine, layout=kind, **_padded(engine)):
         layout = engine.layout(case.lengths)
-    dtype, tp, model = engine.transformer.params_dtype, engine.config.tp, engine.model
     spec = layout.build_mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
-    rotary = engine.rotary(layout.pack(_axes(engine, torch.from_numpy(case.place()[1])).to(engine.device)), dtype)
+    positions = layout.pack(_axes(engine, torch.from_numpy(case.place()[1])).to(engine.device))
+    rotary = engine.rotary(positions, engine.transformer.params_dtype)
     inputs = engine.platform.build_attention_inputs(spec, rotary, engine.config.attention_override)
-
-    def draw(changed=(), padding: float = 0.0) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        local = []
-        for heads in (model.heads // tp, *[model.count_kv_heads(tp)] * 2):
-            flat = torch.randn(sum(case.lengths), heads, model.head_dim, generator=generator)
-            if local:  # the query of a token moves nothing but its own row
-                flat[torch.as_tensor(changed, dtype=torch.long)] += _LOUD
-            packed = layout.pack(flat.to(engine.device, dtype), fill=padding)
-            local.append(packed.transpose(0, 1) if kind == "bshd" else packed[0])
-        return local
-
-    @torch.no_grad()
-    def attend(layer, drawn: list[Tensor]) -> Tensor:
-        core = layer.self_attention.core_attention
-        out = core(*drawn, inputs.attention_mask, attn_mask_type=None, packed_seq_params=inputs)
-        return layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None], mpu.get_context_parallel_group())
-
-    return attend, draw
+    return Mixing(engine, layout, inputs, rule)
 
 
 def _explain(
@@ -111,9 +89,9 @@ def _explain(
 
     A fault that takes several copies to show is told by its ``effects`` there.
     """
-    attend, draw = _attention(engine, kind, rule, case)
-    visible, before = case.compute_visible(rule)[:, list(case.columns)], attend(layer, draw())
-    single = np.concatenate([_changes(before, attend(layer, draw((j,))), 1) for j in case.columns]).T
+    mixing = _mixing(engine, kind, rule, case)
+    visible, before = case.compute_visible(rule)[:, list(case.columns)], mixing.mix(layer, mixing.draw())
+    single = np.concatenate([_changes(before, mixing.mix(layer, mixing.draw((j,))), 1) for j in case.columns]).T
     heard = single if (single != visible).any() else effects
     return case.judge(layer.layer_number, heard, visible, visible, pads)
 

@@ -70,6 +70,8 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": tie}
         # Newer versions normalise pixels on the device, by other numbers if preprocessor_config.json lacks them.
         settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
+    if model.delta:
+        settings["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's states are, whatever the weights
     if any(rule.images for rule in model.rules):
         # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
         # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.
@@ -117,7 +119,7 @@ class VllmEngine:
             self.llm.collective_rpc("record_routes", args=(model.layers, model.experts.chosen))
         for parts in self.llm.collective_rpc("list_parts"):
             # an upstream change may silently ignore the parts that a worker installs
-            if worker.parts and tuple(parts) != worker.parts:
+            if not set(worker.parts) <= set(parts):
                 self.close()
                 raise RuntimeError(
                     f"rollout: vLLM computes attention and samples with {parts}, expected {list(worker.parts)} for "

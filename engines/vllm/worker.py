@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -69,10 +70,12 @@ class WeightSyncExtension:
             return self.read_back.digest(plan)
 
     def list_parts(self) -> list[str]:
-        """Return the names of the classes that build attention metadata, followed by that of the sampler."""
+        """Return the names of the classes that build attention metadata, of layers with a state, and of the sampler."""
         groups = [group for groups in self.model_runner.attn_groups for group in groups]
         builders = sorted({type(group.get_metadata_builder()).__name__ for group in groups})
-        return [*builders, type(self.model_runner.sampler).__name__]
+        modules = self.model_runner.get_model().modules()
+        layers = sorted({type(module).__name__ for module in modules if isinstance(module, MambaBase)})
+        return [*builders, *layers, type(self.model_runner.sampler).__name__]
 
     def seed_sampler(self, seed: int) -> None:
         """Seed the generator that samples tokens."""

@@ -9,10 +9,13 @@ from collections.abc import Iterable
 from hardware.attention.cell import Cell, Evidence
 from hardware.attention.rules import RULES
 
+_MASKS = tuple(rule for rule in RULES if rule != "state")
+"""Rules of layers that have attention."""
+
 Rows = dict[tuple[str, bool], dict[str, Cell]]
 
 
-def _all(cell: Cell, rules: Iterable[str] = RULES) -> dict[str, Cell]:
+def _all(cell: Cell, rules: Iterable[str] = _MASKS) -> dict[str, Cell]:
     return dict.fromkeys(rules, cell)
 
 
@@ -34,7 +37,18 @@ _CP_CALLS = (
 
 
 def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
-    return {("bshd", False): bshd, ("thd", False): thd, ("bshd", True): bshd_cp, ("thd", True): thd_cp}
+    no_state = {"state": _no("attention carries no state from token to token", "torch_delta")}
+    rows = {("bshd", False): bshd, ("thd", False): thd, ("bshd", True): bshd_cp, ("thd", True): thd_cp}
+    return {place: no_state | cells for place, cells in rows.items()}
+
+
+def _torch_delta() -> Rows:
+    """The gated delta rule and its convolution in torch (``hardware.attention.delta_rule``)."""
+    begin = "states and convolutions begin anew where the MaskSpec says that a sequence begins, and after its prompt's"
+    no_mask = _all(_no("a state hears all of the past of its sequence", "a backend of attention"))
+    cells = no_mask | {"state": _said(begin, "executed")}
+    gathered = no_mask | {"state": _said(f"tokens gathered over the ranks; {begin}", "executed")}
+    return _rows(cells, cells, gathered, gathered)
 
 
 def _torch_sdpa() -> Rows:
@@ -74,10 +88,10 @@ def _npu(mode: int) -> Rows:
     """``npu_fusion_attention`` (op-plugin documentation). True blocks; mask None is full attention in every mode."""
 
     def row(cp: bool, cells: dict[str, Cell]) -> dict[str, Cell]:
-        other = {rule: _no(f"sparse_mode {mode} does not compute it", _NPU_MODES[rule]) for rule in RULES}
+        other = {rule: _no(f"sparse_mode {mode} does not compute it", _NPU_MODES[rule]) for rule in _MASKS}
         if cp:
             nearest, why = _NPU_CP_MODES, "not shown to be right under context parallelism"
-            other = {rule: _no(why, nearest.get(rule, "npu_mode1 in bshd")) for rule in RULES}
+            other = {rule: _no(why, nearest.get(rule, "npu_mode1 in bshd")) for rule in _MASKS}
         return other | cells
 
     triangle = "2048 x 2048 upper triangle, True blocks; mask None would be full attention"
@@ -104,6 +118,7 @@ def _npu(mode: int) -> Rows:
 BACKENDS: dict[str, Rows] = {
     "torch_sdpa": _torch_sdpa(),
     "torch_varlen": _torch_varlen(),
+    "torch_delta": _torch_delta(),
     **{f"npu_mode{mode}": _npu(mode) for mode in (1, 2, 3, 4)},
 }
 """Backends that a platform calls; docs/masks.md has what is known of others."""

@@ -63,7 +63,7 @@ def _group(spec: MaskSpec, members: np.ndarray, own: int, like: Tensor, begin: i
     """The group of these sequences, each of ``own`` slots over all context-parallel ranks behind ``begin`` tokens; its
     masks have the type and the device of ``like``."""
     query, keys = begin + list_zigzag_positions(own, spec.cp, spec.cp_rank), begin + own
-    masks = {rule: build_dense_mask(spec, rule, members, query, keys) for rule in set(spec.rules)}
+    masks = {rule: build_dense_mask(spec, rule, members, query, keys) for rule in spec.attended}
     # As biases: of a bool mask SDPA would make one in every layer, and keep each for the backward pass.
     for rule, mask in masks.items():
         if mask is not None:

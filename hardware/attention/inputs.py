@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hardware.attention.delta_rule import DeltaPlan
 from hardware.attention.mask_spec import MaskSpec
 
 
@@ -25,6 +26,7 @@ class AttentionInputs:
         rotary: ``(cos, sin)`` of this rank's own slots, ``[kinds, s, b, 1, d]`` (sbhd) or ``[kinds, s, 1, d]`` (thd),
             with one kind for each rotary embedding of the model.
         plan: index tensors and masks that the platform's core attention built once for all layers.
+        delta: chunks and states of layers without attention; None if there are none.
         deepstack: features that the first layers add to image tokens (``engines.megatron.vision``); None without
             images.
     """
@@ -35,12 +37,15 @@ class AttentionInputs:
     plan: Any
     attention_mask: Tensor | None = None
     cp_group: None = None
+    delta: DeltaPlan | None = None
     deepstack: Any = None
 
     @classmethod
     def build(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
         """Build the inputs from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` takes it."""
         cos, sin = rotary
+        delta = DeltaPlan.build(spec, cos.device) if any(rule.state for rule in spec.rules) else None
         if spec.kind == "bshd":
-            return cls("sbhd", spec, (cos.transpose(1, 2).unsqueeze(3), sin.transpose(1, 2).unsqueeze(3)), plan)
-        return cls("thd", spec, (cos[:, 0].unsqueeze(2), sin[:, 0].unsqueeze(2)), plan)
+            turned = cos.transpose(1, 2).unsqueeze(3), sin.transpose(1, 2).unsqueeze(3)
+            return cls("sbhd", spec, turned, plan, delta=delta)
+        return cls("thd", spec, (cos[:, 0].unsqueeze(2), sin[:, 0].unsqueeze(2)), plan, delta=delta)

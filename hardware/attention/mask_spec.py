@@ -213,6 +213,11 @@ class MaskSpec:
             return start + within
         return locate_gathered_keys(self.cp, start, local[holder] // 2, within, int(local.sum()))
 
+    @property
+    def attended(self) -> set[Rule]:
+        """The rules of layers that have attention."""
+        return {rule for rule in self.rules if not rule.state}
+
     def get_rule(self, layer_number: int) -> Rule:
         """Return the rule of a layer; ``layer_number`` counts from 1 over the whole model, as Megatron's does."""
         return self.rules[0] if len(self.rules) == 1 else self.rules[layer_number - 1]

@@ -12,6 +12,11 @@ from hardware.attention.rules import RULES, Rule
 _NO_FULL = Cell(False, "tokens are sampled one after another, so that none sees the future", "a causal rule")
 _NO_CHUNK = Cell(False, "vLLM cuts sequences at chunks by a backend that nobody compared here", "a window")
 _NO_PREFIX = Cell(False, "vLLM lets the tokens of images see ahead, and never the text of a prompt", "the image rule")
+_NO_STATE = Cell(
+    False,
+    "its kernel of gated delta nets takes bfloat16 and key heads of 128 alone",
+    "vllm_cpu_states, which is taken by itself",
+)
 _REFUSED = {"full": _NO_FULL, "chunk": _NO_CHUNK, "prefix": _NO_PREFIX}
 
 
@@ -23,6 +28,7 @@ def _honour(evidence, window: str) -> dict[str, Cell]:
 
 
 _CPU = _REFUSED | _honour("executed", "a window of the kernel on every layer or, where the family is read so, on some")
+_CPU |= {"state": _NO_STATE}
 _UNTRIED = _REFUSED | _honour("untested", "a window of the kernel")
 
 ROLLOUTS: dict[str, dict[str, Cell]] = {
@@ -38,13 +44,24 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
     | {
         "images": Cell(True, "an image is a sequence of its own that is not causal", composes=True, evidence="executed")
     },
+    "vllm_cpu_states": _CPU
+    | {
+        "images": Cell(False, "no model has images and states, and nobody compared them", "vllm_cpu_images"),
+        "state": Cell(
+            True,
+            "the trainer's own arithmetic over vLLM's cache of states, which begin anew with each request",
+            composes=True,
+            evidence="executed",
+        ),
+    },
     "vllm_cuda": _UNTRIED
     | {
         "images": Cell(
             True,
             "FlashAttention 4, Triton or FlexAttention; without chunks of a prompt, which cut images",
             composes=True,
-        )
+        ),
+        "state": Cell(True, "FLA's kernels begin a state and a convolution anew with each request"),
     },
     "vllm_ascend": _UNTRIED
     | {
@@ -52,7 +69,8 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
             False,
             "it has no rule for images and computes them causally, without a word",
             "a model of causal images, such as Qwen's, or rollouts on another platform",
-        )
+        ),
+        "state": Cell(False, "nobody read its kernels of gated delta nets", "rollouts on another platform"),
     },
 }
 """Backend -> part of a rule -> its cell. A backend is vLLM's on one kind of machine, with this project's settings."""

@@ -5,8 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RULES = ("full", "causal", "window", "chunk", "images", "prefix")
-"""Names of the parts of a rule in the capability table: "full" or "causal", and any of the others."""
+RULES = ("full", "causal", "window", "chunk", "images", "prefix", "state")
+"""Names of the parts of a rule in the capability table: "full" or "causal", and any of the others; "state" alone."""
+
+
+MOST_TAPS = 4
+"""Tokens that the convolution of a layer with a state reads at most, the own among them."""
+
+CHUNK = 64
+"""Tokens of a sequence that a layer with a state computes together; fewer where every sequence is shorter."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +34,11 @@ class Rule:
         chunk: positions are split into chunks of this size, and a token sees its own chunk alone; None does not split.
         images: tokens of one image see each other in both directions; ``MaskSpec.image_block`` numbers the images.
         prefix: tokens of a sequence's prefix see each other in both directions; ``MaskSpec.prefixes`` has its lengths.
+        state: the layer has no attention. A state and a short convolution carry what a token hears of the past, as in
+            Qwen3.5 (``hardware.attention.delta_rule``).
 
     Raises:
-        ValueError: a window or chunk below 1, or a rule that needs to be causal and is not.
+        ValueError: a window or chunk below 1, a rule that needs to be causal and is not, or a state with a mask beside.
     """
 
     causal: bool = True
@@ -37,6 +46,7 @@ class Rule:
     chunk: int | None = None
     images: bool = False
     prefix: bool = False
+    state: bool = False
 
     def __post_init__(self):
         for name in ("window", "chunk"):
@@ -45,6 +55,8 @@ class Rule:
                 raise ValueError(f"Rule: {name} counts the token itself and so is at least 1, got {value}")
         if not self.causal and self.extras:
             raise ValueError(f"Rule: {' and '.join(self.extras)} need causal=True")
+        if self.state and len(self.extras) > 1:
+            raise ValueError(f"Rule: {' and '.join(self.extras)} do not go together: a state hears all of the past")
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -54,6 +66,7 @@ class Rule:
             "chunk": self.chunk is not None,
             "images": self.images,
             "prefix": self.prefix,
+            "state": self.state,
         }
         return tuple(name for name, yes in asked.items() if yes)
 

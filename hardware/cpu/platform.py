@@ -16,10 +16,14 @@ _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names of instructions for bfloat16: the first two on x86, the last on Arm."""
-# Class of vLLM's worker for each backend, and the classes that build its attention's metadata and sample.
+# Class of vLLM's worker for each backend, and the classes that build its attention's metadata, carry states and sample.
 _ROLLOUT_WORKERS = {
     "vllm_cpu": ("PlainWorker", ("CPUAttentionMetadataBuilder", "ExactSampler")),
     "vllm_cpu_images": ("ImageRuleWorker", ("ImageRuleBuilder", "ExactSampler")),
+    "vllm_cpu_states": (
+        "StateRuleWorker",
+        ("CPUAttentionMetadataBuilder", "GDNAttentionMetadataBuilder", "StateRuleLayer", "ExactSampler"),
+    ),
 }
 
 
@@ -37,12 +41,12 @@ class CpuPlatform(Platform):
     ray_options: ClassVar[dict] = {"num_cpus": 1}
     visible_devices = None
     can_sleep = False  # vllm 0.32, v1/worker/cpu_worker: a warning, and nothing else
-    attention_backends = ("torch_sdpa",)
+    attention_backends = ("torch_sdpa", "torch_delta")
     max_pack_sequences = None
     kernel_memory = KernelMemory(copies_output=True)
     repeats = True
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
-    rollout_backends = ("vllm_cpu", "vllm_cpu_images")
+    rollout_backends = ("vllm_cpu", "vllm_cpu_images", "vllm_cpu_states")
     rollout_block_tokens = 32  # the least that vllm 0.32, v1/attention/backends/cpu_attn, takes
     records_routes = True
     rollout_settings: ClassVar[dict] = {

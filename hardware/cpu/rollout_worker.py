@@ -1,18 +1,22 @@
 """vLLM's CPU worker with exact logprobs and a backend's attention, chosen in the process that builds the model.
 
 With tensor parallelism each worker is a process, which gets nothing but the name of a class. An engine's process may
-later build a model of another kind, so the plain worker undoes the patches of the image worker. Neither class inherits
-from the other: vLLM mixes its extension into a worker's class and refuses a class that has it already.
+later build a model of another kind, so each worker first undoes the patches of the others. No class inherits from
+another: vLLM mixes its extension into a worker's class and refuses a class that has it already.
 """
 
 from typing import Any
 
 import numpy as np
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hardware.cpu.exact_logprobs import ExactSampler
+
+_REPLACED_LAYER = "QwenGatedDeltaNetAttention"
+"""vLLM's layer with a state, by the name under which its registry has one in its place."""
 
 
 class RecordsRoutes:
@@ -35,8 +39,7 @@ class PlainWorker(RecordsRoutes, CPUWorker):
     """vLLM's CPU worker with exact logprobs and vLLM's own attention."""
 
     def init_device(self) -> None:
-        selector._cached_get_attn_backend.cache_clear()
-        AttentionBackendEnum.CPU_ATTN.clear_override()  # an engine before this one may have had the image rule
+        _undo_patches()
         _install_experts(self)
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
@@ -48,10 +51,30 @@ class ImageRuleWorker(RecordsRoutes, CPUWorker):
     def init_device(self) -> None:
         from hardware.cpu import image_rule  # models of text alone load nothing of it
 
+        _undo_patches()
         image_rule.install()
         _install_experts(self)
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
+
+
+class StateRuleWorker(RecordsRoutes, CPUWorker):
+    """Computes layers with a state in any dtype."""
+
+    def init_device(self) -> None:
+        from hardware.cpu import state_rule  # other models load nothing of it
+
+        _undo_patches()
+        state_rule.install()
+        super().init_device()
+        self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
+
+
+def _undo_patches() -> None:
+    """Undo the patches of an engine that this process had before."""
+    selector._cached_get_attn_backend.cache_clear()
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    op_registry_oot.pop(_REPLACED_LAYER, None)
 
 
 def _install_experts(worker: CPUWorker) -> None:

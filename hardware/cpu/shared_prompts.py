@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
 
@@ -40,7 +41,9 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._groups = kv_cache_config.kv_cache_groups
         self._blocks = kv_cache_config.num_blocks
-        self._shares = vllm_config.cache_config.enable_prefix_caching
+        # A state is of all tokens before it: no part of a prompt has blocks of it that could be copied.
+        has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in self._groups)
+        self._shares = vllm_config.cache_config.enable_prefix_caching and not has_states
         self._cuts_prompts = vllm_config.scheduler_config.long_prefill_token_threshold > 0
         self._holders: dict[tuple[int, ...], dict[str, Request]] = {}  # requests that have blocks, by their prompt
         self._begun: set[str] = set()  # those that begin to compute their prompt in the step that is being scheduled

@@ -104,7 +104,7 @@ def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> Att
 
 
 def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:
-    return VarlenPlan({rule: _plan_calls(spec, rule, device) for rule in set(spec.rules)})
+    return VarlenPlan({rule: _plan_calls(spec, rule, device) for rule in spec.attended})
 
 
 def _plan_calls(spec: MaskSpec, rule: Rule, device: torch.device) -> RuleCalls:

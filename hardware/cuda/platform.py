@@ -14,7 +14,7 @@ from hardware.platform import KernelMemory, Node, Platform
 class CudaAttention:
     """Lowering and core attention of CUDA, which the emulated platform shares."""
 
-    attention_backends = ("torch_varlen", "torch_sdpa")
+    attention_backends = ("torch_varlen", "torch_sdpa", "torch_delta")
     varlen_types: tuple[str, ...] = ("bfloat16", "float16")
     max_pack_sequences = None
 
@@ -33,7 +33,7 @@ class CudaAttention:
         takes = dtype in self.varlen_types and head <= MAX_HEAD and head % HEAD_UNIT == 0
         backend = "torch_varlen" if takes else "torch_sdpa"
         for rule in set(spec.rules):
-            find_backend((backend,), spec.kind, spec.cp, rule, override)
+            find_backend((backend, "torch_delta"), spec.kind, spec.cp, rule, override)
         return varlen(spec, rotary) if takes else grouped(spec, rotary)
 
     def build_contract(self, device):

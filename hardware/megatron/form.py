@@ -37,6 +37,33 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net in the place of a layer's attention.
+
+    Attributes:
+        key_heads: heads of queries and keys. ratio: value heads that share a key head.
+        key_dim, value_dim: sizes of a head.
+        taps: tokens that the convolution reads, the own among them.
+    """
+
+    key_heads: int
+    ratio: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def convolved(self) -> int:
+        """Columns of a key head that are convolved: its query, itself, and its values."""
+        return 2 * self.key_dim + self.ratio * self.value_dim
+
+    @property
+    def columns(self) -> int:
+        """All columns of a key head: beside those two gates of each value head, and the gate of its output."""
+        return self.convolved + self.ratio * (2 + self.value_dim)
+
+
+@dataclass(frozen=True)
 class LayerOptions:
     """Options of a layer's arithmetic in which families differ, or layers of one.
 
@@ -47,6 +74,8 @@ class LayerOptions:
         attention_scale: factor of the scores; None is 1 / sqrt(head_dim).
         rotary: number of the layer's rotary embedding among the model's.
         scales_rotary: whether its cosines and sines are scaled, possibly above 1, as in yarn.
+        gates_output: whether attention's output is scaled by a gate of each of its entries.
+        delta: the gated delta net in the place of attention; None for attention.
         experts: the mixture in the place of the MLP; None for an MLP.
     """
 
@@ -55,6 +84,8 @@ class LayerOptions:
     attention_scale: float | None = None
     rotary: int = 0
     scales_rotary: bool = False
+    gates_output: bool = False
+    delta: DeltaNet | None = None
     experts: Experts | None = None
 
 

@@ -200,6 +200,11 @@ def _build_layer(
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.
     parts.sharded_state_dict_keys_map = {}
+    if options.delta:
+        from hardware.megatron.delta_net import GatedDeltaNet  # layers without a state load nothing of it
+
+        parts.self_attention = ModuleSpec(GatedDeltaNet, {"net": options.delta})
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(core_attention, {"options": options})
     if config.qk_layernorm:

@@ -15,7 +15,7 @@ from hardware.platform import KernelMemory, Node, Platform
 class NpuLayers:
     """Lowering, core attention and fused layers of an NPU, which the emulated platform shares."""
 
-    attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1")
+    attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1", "torch_delta")
     max_pack_sequences = MAX_PACK_SEQUENCES
 
     def build_layer_spec(self, config, options=(PLAIN,)):
@@ -31,7 +31,7 @@ class NpuLayers:
 
         backends = self.attention_backends
         found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
-        return build_attention_inputs(spec, rotary, {rule: int(backend[-1]) for rule, backend in found.items()})
+        return build_attention_inputs(spec, rotary, {rule: int(found[rule][-1]) for rule in spec.attended})
 
     def build_contract(self, device):
         from hardware.npu.emulator.examples import build_contract

@@ -1,4 +1,4 @@
-"""A character-level Qwen3 or Qwen3-MoE learns two-digit additions in the demos; all are made on the spot.
+"""A character-level Qwen3, Qwen3-MoE or Qwen3.5 learns two-digit additions in the demos; all are made on the spot.
 
 Without torch and transformers at its top, so that settings are checked before either is imported.
 """
@@ -48,6 +48,8 @@ _SIZES: dict[str, Any] = dict(
 )
 _EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True)
 """A token's experts are together as wide as the MLP of the model without experts."""
+_STATES: dict[str, Any] = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32)
+_STATES |= dict(linear_value_head_dim=32, layer_types=["linear_attention", "full_attention"])
 
 
 def make_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:
@@ -62,6 +64,13 @@ def make_expert_model(folder: Path, seed: int, chat_template: str | None = None)
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     return _save_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_SIZES, **_EXPERTS), folder, seed, chat_template)
+
+
+def make_state_model(folder: Path, seed: int, chat_template: str | None = None) -> Path:
+    """Save a Qwen3.5 of 149 thousand random parameters, with its tokenizer: a layer with a state, one of attention."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return _save_model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_SIZES, **_STATES), folder, seed, chat_template)
 
 
 def _save_model(kind: Any, config: Any, folder: Path, seed: int, chat_template: str | None) -> Path:

@@ -15,6 +15,7 @@ from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.probes.case import ProbeCase
 from engines.validation import read_object
+from hardware.attention.rules import CHUNK
 from rlworker.data.rows import Row
 
 _LENGTHS = (9, 1, 14, 0, 6, 9, 21)
@@ -43,7 +44,7 @@ class Case:
 
     Attributes:
         probe: sequences for the probe of each layer's mask.
-        window_probe: sequences that are longer than the model's windows.
+        window_probe: sequences that are longer than the model's windows, or than a chunk of states.
         token_probe: sequences for the probe of the whole model, with fewer columns for a large model.
         batch: batch whose logprobs and gradients are compared. Some sequences are samples of one prompt, which is
             computed once if prompts are shared.
@@ -74,6 +75,7 @@ def make_case(model: ModelSpec, replicas: int, folder: str) -> Case:
     if max(lengths) >= model.max_positions:
         raise ValueError(f"check: the model has {model.max_positions} positions, expected more than {max(lengths)}")
     windows = [rule.window for rule in model.rules if rule.window is not None]
+    windows += [CHUNK for rule in model.rules if rule.state]
     if windows:
         lengths = (*_LENGTHS, min(max(windows) + 6, model.max_positions - 1))
     generator = torch.Generator().manual_seed(1)

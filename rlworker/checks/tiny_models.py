@@ -8,11 +8,13 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlworker.checks.tiny_states import STATES, align_states
+
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl"]
-TinyText = Literal["qwen2", "mistral", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe"]
+TinyText = Literal["qwen2", "mistral", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_text"]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
 
@@ -39,6 +41,7 @@ _TEXT: dict[TinyText, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {"head_dim": 32} | _EXPERTS,
     "glm4_moe": GLM_EXPERTS | {"tied": False, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
+    "qwen3_5_text": {"head_dim": 32} | STATES,
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
@@ -108,7 +111,7 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
     _seed(0)
     settings = _LANGUAGE | LARGE_WEIGHTS | settings
     config = AutoConfig.for_model(family, vocab_size=vocab, tie_word_embeddings=tied, **settings)
-    return save_apart(AutoModelForCausalLM.from_config(config), folder)
+    return save_apart(align_states(AutoModelForCausalLM.from_config(config)), folder)
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:

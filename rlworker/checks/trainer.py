@@ -156,7 +156,8 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
                 continue
             trainer.tell(f"attention: {kind}, {rule}")
             is_own = rule in trainer.model.rules  # others are the platform's, alike in all layers
-            probe = trainer.case.window_probe if is_own and rule.window else trainer.case.probe
+            is_long = is_own and (rule.window or rule.state)
+            probe = trainer.case.window_probe if is_long else trainer.case.probe
             influences = list(chain(*trainer.call_ranks("probe_attention", kind, rule, probe, is_own)))
             findings.append(
                 trainer.make_finding("attention", f"{kind}, {rule}", not influences, _describe_influences(influences))

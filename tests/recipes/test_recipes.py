@@ -13,7 +13,7 @@ from support.ranks.vlm_cases import QWEN2_5_VL_7B, QWEN3_VL_30B
 from engines.batch.batch import TrainBatch
 from hardware.platforms import get_platform
 from recipes.common import squares
-from recipes.common.addition import make_expert_model, make_model
+from recipes.common.addition import make_expert_model, make_model, make_state_model
 from rlworker.algorithms.advantages import distill
 from rlworker.algorithms.objective import make_objective
 from rlworker.checks.plan import plan_recipe
@@ -250,9 +250,10 @@ def test_it_is_cut_over_as_many_ranks_as_the_model_can_be(tmp_path, recipe, mode
     assert (actor.tp, actor.ranks) == sizes
 
 
-@pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "demos.experts", "grpo", "demos.vlm"])
+@pytest.mark.parametrize("recipe", ["demos.cpu", "demos.ppo", "demos.experts", "demos.states", "grpo", "demos.vlm"])
 def test_small_ones_fit_this_machine(tmp_path, recipe):
-    make = {"demos.vlm": squares.make_model, "demos.experts": make_expert_model}.get(recipe, make_model)
+    makers = {"demos.experts": make_expert_model, "demos.states": make_state_model, "demos.vlm": squares.make_model}
+    make = makers.get(recipe, make_model)
     text, fits = plan_recipe(f"recipes.{recipe}", ["--model", str(make(tmp_path, 0))], memory_gb=0)
     assert fits, text
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
+from rlworker.checks.tiny_states import STATES
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -43,6 +44,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         GLM_EXPERTS | {"head_dim": 32, "attention_bias": True, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     ),
+    "qwen3_5_text": ("qwen3_5_text", {"head_dim": 32} | STATES),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
     # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
     # Experts on the first half of the layers or on the second, so that a pipeline stage may have none.

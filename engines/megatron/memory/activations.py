@@ -1,11 +1,12 @@
 """Memory of activations: tensors that forward passes keep for backward passes, and temporary tensors of the latter."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from hardware.megatron.form import Experts, LayerOptions
+from hardware.attention.rules import CHUNK, MOST_TAPS
+from hardware.megatron.form import DeltaNet, Experts, LayerOptions
 from hardware.platform import KernelMemory
 
 FP32 = 4
@@ -67,6 +68,8 @@ def _count_layer(
     where a norm made them.
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
+    if options.delta:
+        return _count_state_layer(model, options, options.delta, config, micro, kernels)
     kv_heads = model.count_kv_heads(config.tp) * config.tp  # over all ranks, of which several may have the same
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, kv_heads))
     # A norm that scales by 1 + weight computes in fp32 and multiplies by hand: both tensors are kept.
@@ -108,6 +111,44 @@ def _count_layer(
         output=out + copied,
         core_input=core_input,
         mlp=mlp,
+    )
+
+
+def _count_state_layer(
+    model: ModelSpec,
+    options: LayerOptions,
+    net: DeltaNet,
+    config: MegatronConfig,
+    micro: MicroBatch,
+    kernels: KernelMemory,
+) -> _Layer:
+    """Count the bytes that a layer with a state keeps; norms and MLP are as in a layer with attention.
+
+    The core is the convolution and the rule, over the slots of all context-parallel ranks: chunks of the projection's
+    columns, before and after convolution and activation; in fp32 queries and keys before they are normed, as they are
+    and as they are multiplied, right sides and solutions of the chunks' systems, the products between tokens of a
+    chunk, and where sequences have several chunks what goes from chunk to chunk. The output keeps the core's before and
+    after its norm, the gate's activation, their product and the projection's input.
+    """
+    plain = replace(options, delta=None)
+    other = _count_layer(model, plain, config, micro, kernels)
+    size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
+    heads, pairs, several = net.key_heads * net.ratio, min(CHUNK, max(1, micro.slots / micro.sequences)), 0.0
+    mixed, queries, values = net.key_heads * net.convolved, net.key_heads * net.key_dim, heads * net.value_dim
+    keys = heads * net.key_dim
+    if micro.slots / micro.sequences > CHUNK:
+        several = 4 * keys + values + 2 * keys * net.value_dim / CHUNK
+    rule = 6 * queries + 2 * values + (4 * heads + 2 * net.key_heads) * pairs + 7 * heads + several
+    rule += 0 if size == FP32 else 2 * queries
+    columns = mixed + 2 * heads
+    core = (1 + (MOST_TAPS - 1) / pairs) * columns * size + 2 * mixed * size + rule * FP32
+    gate = net.key_heads * net.columns * size  # the gate is a view of all columns
+    return replace(
+        other,
+        before=gate * slots,
+        core=core * slots * config.cp,
+        core_input=columns * size * slots * config.cp,
+        output=values * slots * (2 * size + 3 * FP32),
     )
 
 
@@ -188,7 +229,8 @@ def count_copied_slots(model: ModelSpec, config: MegatronConfig, kernels: Kernel
     them for each sequence that has its beginning in another's slots. Layers that are computed again hold one's alone.
     """
     slot = count_kept(model, config, 0, MicroBatch(1), kernels).most
-    layers = model.layers if config.recompute == "none" else 1  # in all micro-batches of stage 0 that are in flight
+    attending = sum(not options.delta for options in model.options)
+    layers = attending if config.recompute == "none" else 1  # in all micro-batches of stage 0 that are in flight
     return 2 * model.count_kv_heads(config.tp) * model.head_dim * get_itemsize(config.dtype) * layers / slot
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from support.factors import FAMILIES, IMAGE_FAMILIES, PLATFORMS, parse_size
+from support.factors import FAMILIES, IMAGE_FAMILIES, PLATFORMS, STATE_FAMILIES, parse_size
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan, start_process
 from support.ranks.pool import draw_address
@@ -128,6 +128,13 @@ def test_a_loss_of_older_samples(pool_of, make_hf_model, measured, size):
 def test_every_text_family(one_rank, make_hf_model, measured, family):
     """By default the one that has windows, two rotations and norms of queries and keys."""
     compare(one_rank, measured, family, make_hf_model(family, True), {"micro_batch_tokens": 90})
+
+
+@pytest.mark.parametrize("settings", in_large(SETTINGS, ["whole"]))
+@pytest.mark.parametrize("size", in_large(SIZES, ["one"]))
+def test_states_that_are_handed_on(pool_of, make_hf_model, measured, size, settings):
+    case = make_hf_model(STATE_FAMILIES[0], True), parse_size(size) | SETTINGS[settings], "cpu"
+    compare(pool_of(size), measured, f"states {size}", *case)
 
 
 @pytest.fixture(scope="module")

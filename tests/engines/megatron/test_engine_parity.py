@@ -9,10 +9,13 @@ from support.factors import (
     EXPERT_FAMILIES,
     EXPERT_SIZES,
     FAMILIES,
+    FOUR_RANKS,
     LAYOUTS,
     MORE_EXPERT_SIZES,
+    PLATFORMS,
     RECOMPUTE,
     SIZES,
+    STATE_FAMILIES,
     TIED,
     TWO_RANKS,
     parse_size,
@@ -152,6 +155,27 @@ MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
 )
 def test_parity(compare, size, family, tied, layout, recompute, micro):
     compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix(
+    {"family": STATE_FAMILIES, "tied": TIED, "layout": LAYOUTS, "recompute": ("none", "core", "full")}
+    | {"micro": tuple(MICRO)}
+)
+def test_states(compare, family, tied, layout, recompute, micro):
+    compare("one", family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@matrix({"size": (*TWO_RANKS, *FOUR_RANKS), "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})
+def test_states_over_ranks(compare, size, layout, recompute, micro):
+    compare(size, STATE_FAMILIES[0], False, {"layout": layout, "recompute": recompute} | MICRO[micro])
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("platform", PLATFORMS[1:])
+def test_states_on_emulated_platforms(compare, platform, layout):
+    """Layers with a state are computed by torch there, those of attention by the platform's calls."""
+    compare("CP2", STATE_FAMILIES[0], False, {"layout": layout}, platform)
 
 
 @matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})

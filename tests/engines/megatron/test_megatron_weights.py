@@ -39,6 +39,7 @@ def export(engine):
         ("phi3", {"tp": 2}, False),  # whose projections are fused
         ("qwen3_moe", {"tp": 2, "ep": 2}, False),
         ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
+        ("qwen3_5_text", {"tp": 2}, False),  # with states, and gates beside queries
         ("qwen3_vl_moe", {"ep": 2}, False),  # whose experts are fused and transposed
         pytest.param("qwen3_vl_moe", {"tp": 2, "etp": 2}, False, marks=pytest.mark.large),
         pytest.param("mixtral", {"ep": 2}, False, marks=pytest.mark.large),
@@ -123,6 +124,7 @@ def list_resumes(model: tuple[str, bool], cases: list, more: list) -> list:
         *list_resumes(("qwen2", True), RESUMES, MORE),
         *list_resumes(("qwen3_moe-dense", False), [("TP2-EP2", "DP2-ETP2")], [("TP2-EP2", "TP2-EP2")]),  # of two kinds
         *list_resumes(("qwen3_moe", False), [], OF_EXPERTS),
+        *list_resumes(("qwen3_5_text", True), [("TP2", "DP2")], [("PP2", "TP2"), ("CP2", "PP2")]),
         *list_resumes(("glm4_moe", False), [("one", "one")], OF_EXPERTS[:5]),
         *list_resumes(("qwen3_moe-late", False), [], [("PP2", "PP2"), ("PP2", "DP2")]),
         *list_resumes(("qwen3_moe-early", False), [], [("PP2", "PP2"), ("DP2", "PP2")]),

@@ -84,6 +84,8 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
     ("size", "family", "settings"),
     [
         ("TP2-EP2", "qwen3_moe", {"dtype": "bfloat16"}),
+        ("TP2", "qwen3_5_text", {"dtype": "bfloat16"}),
+        pytest.param("PP2", "qwen3_5_text", {}, marks=pytest.mark.large),
         ("one", "glm4_moe", {"dtype": "bfloat16", "freeze": ("router",)}),
         pytest.param("TP4", "qwen2", {}, marks=pytest.mark.large),  # which share two heads of keys and values
         *(
@@ -150,6 +152,7 @@ CASES = [
     ("qwen3", "PP2", {}),
     ("gemma3_text", "one", {}),
     ("qwen3_moe", "one", {}),
+    ("qwen3_5_text", "one", {}),
 ]
 MORE_CASES = [
     ("qwen3", "one", {}),
@@ -163,6 +166,11 @@ MORE_CASES = [
     ("gemma3_text", "TP2", {"dtype": "bfloat16"}),
     ("gemma3_text", "one", {"recompute": "full", "layout": "bshd"}),
     ("gemma3_text", "one", {"recompute": "core"}),
+    ("qwen3_5_text", "one", {"dtype": "bfloat16"}),
+    ("qwen3_5_text", "one", {"recompute": "full"}),
+    ("qwen3_5_text", "one", {"recompute": "core"}),
+    ("qwen3_5_text", "TP2", {"layout": "bshd"}),
+    ("qwen3_5_text", "CP2", {}),
     ("qwen3_moe", "one", {"dtype": "bfloat16"}),
     ("qwen3_moe-dense", "one", {"recompute": "full"}),
     ("qwen2_moe", "one", {}),

@@ -82,7 +82,7 @@ def test_fused_projections_are_regrouped_by_hand(make_hf_model):
     ((name, shape),) = weight.tensors.items()
     assert (name, shape) == ("model.layers.0.self_attn.qkv_proj.weight", (256, 128))
     saved = torch.arange(256)[:, None].expand(shape)  # a row's number in the folder
-    joined = _join(weight.join, [saved], model, 256)
+    joined = _join(weight, [saved], model, 256)
     heads = {"q0": 0, "q1": 32, "q2": 64, "q3": 96, "k0": 128, "k1": 160, "v0": 192, "v1": 224}
     by_hand = [heads[head] for head in ("q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1")]
     assert joined[::32, 0].tolist() == by_hand and joined[1::32, 0].tolist() == [row + 1 for row in by_hand]

@@ -73,7 +73,7 @@ def test_fused_experts_are_turned_by_hand(tmp_path):
         weight = spec.find_weight(f"decoder.layers.2.mlp.experts.{name}")
         (tensor,) = weight.tensors
         saved = folder[tensor]
-        joined = _join(weight.join, [saved], spec, 0)
+        joined = _join(weight, [saved], spec, 0)
         assert joined.shape == shape and weight.cut_shape({"ep": 1, "etp": 1}) == shape
         assert all(joined[place] == saved[source] for place, source in places.items())
         assert torch.equal(folder.read_rows(tensor, 4, 4), saved[4:])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.factors import FAMILIES
+from support.factors import FAMILIES, STATE_FAMILIES
 from support.huggingface import load_folder, measure_differences, name_weights
 from support.models import LANGUAGE_MODELS, VOCAB
 from support.rollout_workers import Prompt, draw, find_unlike, send
@@ -33,13 +33,13 @@ OF_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_EXPERTS])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_EXPERTS, *STATE_FAMILIES])
 def test_logprobs_before_and_after_a_sync(cluster, tmp_path, measured, family):
     """Prompts of several windows, where layers have one."""
     from rlworker.cluster.rollout_group import Rollouts
 
     settings = ENDS | ({"sliding_window": 6} | WINDOWED[family] if family in WINDOWED else {})
-    if family in OF_EXPERTS:
+    if family in OF_EXPERTS + STATE_FAMILIES:
         settings = LANGUAGE_MODELS[family][1] | settings
     if family in ("qwen3", "qwen3_moe", "glm4_moe"):
         settings |= {"head_dim": 64}  # not hidden / heads

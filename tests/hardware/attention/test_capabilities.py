@@ -26,17 +26,21 @@ RULE_OF = {
     "chunk": Rule(chunk=4),
     "images": Rule(images=True),
     "prefix": Rule(prefix=True),
+    "state": Rule(state=True),
 }
 LENGTHS = (5, 1, 0, 12)
 PLACES_OF = list(itertools.product(("bshd", "thd"), (False, True)))
-EXECUTED = {("torch_sdpa", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
-"""test_core_attention.py runs every rule through the platform's core attention, both layouts, with CP 1, 2 and 4."""
+MASKS = tuple(rule for rule in RULES if rule != "state")
+EXECUTED = {("torch_sdpa", kind, cp, rule) for kind, cp in PLACES_OF for rule in MASKS}
+EXECUTED |= {("torch_delta", kind, cp, "state") for kind, cp in PLACES_OF}
+"""test_core_attention.py runs every rule through the platform's core attention, both layouts, with CP 1, 2 and 4, and
+test_delta_rule.py states."""
 NPU = {
     (f"npu_mode{mode}", kind, cp, rule)
     for mode, kind, cp, rules in (
-        (1, "bshd", False, RULES),
+        (1, "bshd", False, MASKS),
         (1, "thd", False, ("causal", "window", "chunk")),
-        (1, "bshd", True, RULES),
+        (1, "bshd", True, MASKS),
         (2, "bshd", False, ("causal",)),
         (2, "thd", False, ("causal",)),
         *((3, kind, cp, ("causal",)) for kind, cp in PLACES_OF),
@@ -45,7 +49,7 @@ NPU = {
     for rule in rules
 }
 """What this file, and test_core_attention.py for those under context parallelism, run through the emulated operator."""
-EMULATED = NPU | {("torch_varlen", kind, cp, rule) for kind, cp in PLACES_OF for rule in RULES}
+EMULATED = NPU | {("torch_varlen", kind, cp, rule) for kind, cp in PLACES_OF for rule in MASKS}
 """test_core_attention.py runs ``varlen_attn`` like SDPA."""
 
 
@@ -56,7 +60,7 @@ def spec_of(kind: str, rule: Rule) -> MaskSpec:
 def test_the_table_is_complete():
     backends = {backend for backend, *_ in TABLE}
     assert set(TABLE) == {(b, k, c, r) for b in backends for (k, c) in PLACES_OF for r in RULES}
-    assert len(PLACES) == len(TABLE) == 24 * len(backends)
+    assert len(PLACES) == len(TABLE) == 28 * len(backends)
     assert backends == {name for each in PLATFORMS for name in get_platform(each).attention_backends}
     for place, cell in TABLE.items():
         assert cell.text, place
@@ -81,7 +85,7 @@ def test_what_a_refusal_points_to_is_honoured():
 def test_the_document_says_what_the_table_says(cp):
     """docs/masks.md: b and t where a rule is honoured in bshd and in thd; under context parallelism with evidence."""
     page = (Path(__file__).parents[3] / "docs" / "masks.md").read_text()
-    assert f" 6 rules, {len(TABLE)} cells" in page
+    assert f" {len(RULES)} rules, {len(TABLE)} cells" in page
     without, _, with_cp = page.partition("\nWith context parallelism")
     for backend in {backend for backend, *_ in TABLE}:
         honoured = {(k, r) for k in ("bshd", "thd") for r in RULES if TABLE[backend, k, cp, r].honoured}
@@ -155,7 +159,7 @@ def test_the_emulated_operator_honours_what_the_table_says(place):
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
-    place = ("torch_sdpa", kind, cp > 1, rule)
+    place = ("torch_delta" if rule == "state" else "torch_sdpa", kind, cp > 1, rule)
     spec = Layout.build(LENGTHS, kind, cp=cp).build_mask_spec(
         (RULE_OF[rule],), find_image_blocks(LENGTHS), (2, 1, 0, 5)
     )

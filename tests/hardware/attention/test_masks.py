@@ -90,6 +90,13 @@ def test_rules_are_those_of_transformers():
         assert torch.equal(spec.compute_visible()[0], want), rule
 
 
+def test_a_state_hears_the_past_of_its_sequence():
+    for kind, cp in (("bshd", 1), ("thd", 1), ("bshd", 2), ("thd", 2)):
+        for rank in range(cp):
+            spec = MaskSpec(kind, (5, 3), (8, 8), cp, rank, rules=(Rule(state=True), CAUSAL))
+            assert torch.equal(spec.compute_visible(1), spec.compute_visible(2)) and spec.attended == {CAUSAL}
+
+
 def test_an_image_of_another_sequence_is_another_image():
     spec = MaskSpec("thd", (2, 2), (2, 2), rules=(Rule(images=True),), image_block=np.zeros(4, int))
     assert spec.compute_visible()[0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
@@ -112,6 +119,8 @@ def test_windows_of_other_conventions():
         (dict(window=0), "window counts the token itself and so is at least 1, got 0"),
         (dict(chunk=-1), "chunk counts the token itself"),
         (dict(causal=False, window=2, images=True), "window and images need causal=True"),
+        (dict(causal=False, state=True), "state need causal=True"),
+        (dict(state=True, window=4), "window and state do not go together: a state hears all of the past"),
     ],
 )
 def test_impossible_rules_are_refused(arguments, message):

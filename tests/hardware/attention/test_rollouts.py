@@ -16,6 +16,9 @@ WINDOW, IMAGES = Rule(window=8), Rule(images=True)
 GEMMA = (Rule(window=8, images=True), IMAGES)
 
 
+STATES = (Rule(state=True), CAUSAL)
+
+
 def find(platform: str, rules, override=()):
     return find_rollout_backend(get_platform(platform).rollout_backends, rules, override)
 
@@ -44,6 +47,14 @@ def test_on_devices(rules):
     with pytest.raises(ValueError, match=r"rollout: .*vllm_ascend/images is refused: .*nearest: .*attention-override"):
         find("npu", rules)
     assert find("npu", rules, ("vllm_ascend/images",)) == "vllm_ascend"
+
+
+def test_states():
+    assert find("cuda", STATES) == "vllm_cuda"
+    assert find("cpu", STATES) == find("npu-emulated", STATES) == "vllm_cpu_states"
+    assert find("cpu", STATES, ("vllm_cpu/state",)) == "vllm_cpu", "an override takes vLLM's own"
+    with pytest.raises(ValueError, match="vllm_ascend/state is refused: "):
+        find("npu", STATES)
 
 
 @pytest.mark.parametrize("rule", [Rule(causal=False), Rule(chunk=4), Rule(prefix=True)], ids=str)

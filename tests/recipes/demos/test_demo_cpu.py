@@ -64,6 +64,7 @@ PPO = ["--critic.warmup-steps", "1", *VLM]
     [
         pytest.param("demos.ppo", PPO, marks=pytest.mark.large, id="ppo-dp2"),
         pytest.param("demos.experts", ["--actor.layout", "bshd"], marks=pytest.mark.large, id="experts-ep2"),
+        pytest.param("demos.states", ["--actor.tp", "2"], marks=pytest.mark.large, id="states-tp2"),
         pytest.param("demos.vlm", VLM, marks=pytest.mark.product, id="vlm-dp2"),
         pytest.param("demos.vlm", VLM_NPU, marks=pytest.mark.product, id="vlm-tp2-npu"),
     ],

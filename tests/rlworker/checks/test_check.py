@@ -82,7 +82,7 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
         assert finding["outcome"] == "ok" and finding["text"].startswith(FAULTS[name].found_by), finding
         assert "raised" not in finding["text"], "found by its numbers, not because something fell over"
     clean = [finding for finding in found if finding["check"] == "no fault"]
-    models = [f"{name}, one rank" for name in ("qwen2", "qwen3_vl", "gemma3")]
+    models = [f"{name}, one rank" for name in ("qwen2", "qwen3_vl", "gemma3", "qwen3_5_text")]
     models = [models[0], "qwen2, cp=2", *models[1:], "qwen2_moe, ep=2", "glm4_moe, etp=2"]
     assert [finding["where"] for finding in clean] == models
     if platform != "cpu":
@@ -94,6 +94,7 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
     assert "see outside the window" in words["window off by one"]
     assert "links missing" in words["causal where the image rule was asked"]
     assert "see padding" in words["padding seen"]
+    assert "see a neighbour in the pack" in words["states run on"]
     assert "layer 3 of 4 is the first to differ" in words["a layer that computes otherwise"]
     assert "all 4 layers agree: what differs is the output layer or its targets" in words["the label of a neighbour"]
     assert "layer 1 of 4 is the first to differ" in words["rotation from the wrong positions"]

@@ -399,7 +399,7 @@ def test_an_override_names_a_refused_cell_of_the_capability_table(make_hf_model)
     folder = make_hf_model("llama", False)
     actor = MegatronConfig(attention_override=("npu_mode3/thd/cp/window",))
     with pytest.raises(
-        ValueError, match=r"a backend that platform 'cpu' does not use, expected one of \['torch_sdpa'\]"
+        ValueError, match=r"a backend that platform 'cpu' does not use, expected one of \['torch_sdpa', 'torch_delta'\]"
     ):
         check_engines(folder, "cpu", actor, VllmConfig(max_new_tokens=4, max_model_len=16))
     (warning,) = list_override_warnings(("npu_mode3/thd/cp/window",))

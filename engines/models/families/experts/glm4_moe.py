@@ -6,12 +6,11 @@ from pathlib import Path
 from engines.models.families._pieces import attention, embedding, final_norm, mlp, qk_norm, qkv_bias
 from engines.models.families.experts._mixture import NEEDED_OF_EXPERTS, Mixture, read_experts
 from engines.models.family import Family
-from engines.models.hf_config import NEEDED, read_rope
+from engines.models.hf_config import NEEDED, PARTIAL_ROTARY, read_partial_rope
 from engines.models.layer import LayerKind
 from engines.validation import fits
 from hardware.megatron.form import Experts
 
-_PARTIAL = "partial_rotary_factor"
 _COUNTS = ("n_shared_experts", "n_group", "topk_group")
 _SWITCHES = ("attention_bias", "use_qk_norm")
 
@@ -26,7 +25,7 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
         if not fits(bool, config[key]):
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected true or false")
     pieces = (attention, *(qkv_bias,) * config["attention_bias"], *(qk_norm,) * config["use_qk_norm"])
-    dense = replace(layer, mixer=pieces, rope=_read_rope(config, path))
+    dense = replace(layer, mixer=pieces, rope=read_partial_rope(config, path))
     mixture = Mixture(_read_experts(config, path), shared_place="mlp.shared_experts")
     sparse = replace(dense, mlp=(mixture,), options=replace(dense.options, experts=mixture.experts))
     layers, first = config["num_hidden_layers"], config["first_k_dense_replace"]
@@ -36,20 +35,6 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
             "other has experts"
         )
     return tuple(dense if number < first else sparse for number in range(layers))
-
-
-def _read_rope(config: dict, path: Path) -> dict:
-    """Read the rotary settings, with the share of a head's entries that turn."""
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    share = given.pop(_PARTIAL, config[_PARTIAL])
-    turned = share * config["head_dim"] if fits(float, share) and share > 0 else 0
-    if not 2 <= turned <= config["head_dim"] or int(turned) % 2:
-        raise ValueError(
-            f"model: {path} has {_PARTIAL} {share!r}, expected a number from 0 to 1 that gives an even number of the "
-            f"{config['head_dim']} entries of a head: rotary embeddings turn pairs"
-        )
-    whole = {key: value for key, value in config.items() if key not in ("rope_scaling", _PARTIAL)}
-    return read_rope(whole | {"rope_parameters": given}, path) | {_PARTIAL: share}
 
 
 def _read_experts(config: dict, path: Path) -> Experts:
@@ -87,7 +72,7 @@ FAMILY = Family(
     defaults={
         "attention_bias": False,
         "use_qk_norm": False,
-        _PARTIAL: 0.5,
+        PARTIAL_ROTARY: 0.5,
         "n_shared_experts": 1,
         "n_group": 1,
         "topk_group": 1,

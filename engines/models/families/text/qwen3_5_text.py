@@ -1,0 +1,115 @@
+"""Qwen3.5, text alone: gated delta nets (arXiv:2412.06464) on most layers, gated attention on the others."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engines.models.families._pieces import attention, embedding, final_norm, mlp, qk_norm
+from engines.models.family import Family
+from engines.models.hf_config import NEEDED, PARTIAL_ROTARY, read_partial_rope
+from engines.models.layer import DecoderSizes, LayerKind
+from engines.models.weight import Weight
+from engines.validation import fits
+from hardware.attention.rules import CAUSAL, MOST_TAPS, Rule
+from hardware.megatron.form import DeltaNet, LayerOptions
+
+_KINDS = ("full_attention", "linear_attention")
+_COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+_TAPS, _INTERVAL = "linear_conv_kernel_dim", "full_attention_interval"
+
+
+def gated_attention(model: DecoderSizes) -> tuple[Weight, ...]:
+    """State attention of which each head's query has a gate of the output beside it, and the norm before it."""
+    norm, output, qkv = attention(model)
+    (query, (rows, hidden)), *others = qkv.tensors.items()
+    return norm, output, replace(qkv, tensors={query: (2 * rows, hidden), **dict(others)}, join="gated_qkv")
+
+
+@dataclass(frozen=True)
+class DeltaMixer:
+    """States a gated delta net, and the norm before it; a ``Piece``."""
+
+    net: DeltaNet
+
+    def __call__(self, model: DecoderSizes) -> tuple[Weight, ...]:
+        net = self.net
+        heads = net.key_heads * net.ratio
+        keys, values = net.key_heads * net.key_dim, heads * net.value_dim
+        mixed, groups = 2 * keys + values, net.key_heads
+        projections = {"in_proj_qkv": mixed, "in_proj_a": heads, "in_proj_b": heads, "in_proj_z": values}
+        columns = {f"linear_attn.{name}.weight": (rows, model.hidden) for name, rows in projections.items()}
+        conv = {"linear_attn.conv1d.weight": (mixed, 1, net.taps)}
+        return (
+            Weight("input_layernorm.weight", {"input_layernorm.weight": (model.hidden,)}),
+            Weight("self_attention.conv", conv, "grouped", {0: "tp"}, groups=groups, runs=(keys, keys, values)),
+            Weight("self_attention.a_log", {"linear_attn.A_log": (heads,)}, cut={0: "tp"}),
+            Weight("self_attention.dt_bias", {"linear_attn.dt_bias": (heads,)}, cut={0: "tp"}),
+            Weight("self_attention.out_norm", {"linear_attn.norm.weight": (net.value_dim,)}),
+            Weight(
+                "self_attention.in_proj.weight",
+                columns,
+                "grouped",
+                {0: "tp"},
+                groups=groups,
+                runs=(keys, keys, values, heads, heads, values),
+            ),
+            Weight(
+                "self_attention.out_proj.weight", {"linear_attn.out_proj.weight": (model.hidden, values)}, cut={1: "tp"}
+            ),
+        )
+
+
+def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, ...]:
+    """Read the kind of each layer: a state, or attention over the whole past.
+
+    Raises:
+        ValueError: ``layer_types`` are not as many as layers, heads do not fit each other, a convolution has more taps
+            than are computed, or a rotary embedding is not built.
+    """
+    layers, every = config["num_hidden_layers"], config[_INTERVAL]
+    if not fits(int, every) or every < 1:
+        raise ValueError(f"model: {path} has {_INTERVAL} {every!r}, expected a whole number of at least 1")
+    kinds = config.get("layer_types") or [_KINDS[(i + 1) % every != 0] for i in range(layers)]
+    if len(kinds) != layers:
+        raise ValueError(f"model: {path} has {len(kinds)} layer_types, expected one for each of its {layers} layers")
+    full = replace(layer, rope=read_partial_rope(config, path))
+    net = read_delta_net(config, path)
+    linear = replace(
+        full,
+        mixer=(DeltaMixer(net),),
+        rule=Rule(state=True),
+        options=replace(full.options, gates_output=False, delta=net),
+    )
+    return tuple(linear if kind == _KINDS[1] else full for kind in kinds)
+
+
+def read_delta_net(config: dict, path: Path) -> DeltaNet:
+    """Read the sizes of the layers with a state; ValueError for numbers that do not fit."""
+    for key in (*_COUNTS, _TAPS):
+        if not fits(int, config[key]) or config[key] < 1:
+            raise ValueError(f"model: {path} has {key} {config[key]!r}, expected a whole number of at least 1")
+    key_heads, value_heads, key_dim, value_dim = (config[key] for key in _COUNTS)
+    if value_heads % key_heads:
+        raise ValueError(
+            f"model: {path} has {_COUNTS[1]} {value_heads}, expected a multiple of its {key_heads} {_COUNTS[0]}: value "
+            "heads share key heads"
+        )
+    if config[_TAPS] > MOST_TAPS:
+        raise ValueError(f"model: {path} has {_TAPS} {config[_TAPS]}, expected at most {MOST_TAPS}")
+    return DeltaNet(key_heads, value_heads // key_heads, key_dim, value_dim, config[_TAPS])
+
+
+FAMILY = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    before=(embedding,),
+    layer=LayerKind(
+        (gated_attention, qk_norm), (mlp,), CAUSAL, options=LayerOptions(norms_from_one=True, gates_output=True)
+    ),
+    after=(final_norm,),
+    needed=(*NEEDED, "num_key_value_heads", "head_dim", *_COUNTS),
+    refused=("attention_bias", "mlp_bias", "sliding_window", "quantization_config"),
+    read_layers=read_layers,
+    # transformers' own, where a config leaves them out (Qwen3_5TextConfig, 5.19)
+    defaults={_TAPS: 4, _INTERVAL: 4, PARTIAL_ROTARY: 0.25},
+    layer_types=_KINDS,
+)

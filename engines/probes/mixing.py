@@ -1,0 +1,84 @@
+"""The part of a layer that mixes tokens, alone: core attention or a state, on inputs that a probe draws."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from engines.megatron.engine import MegatronEngine
+from engines.megatron.layout import Layout
+from hardware.attention.inputs import AttentionInputs
+from hardware.attention.rules import Rule
+
+_LOUD = 64.0
+"""Size of the change to a token, so that one among thousands of tokens shows in bf16 too."""
+_LASTING = 8.0
+"""How far the input of a state's decay is lowered, so that it decays by a thousandth and no token is forgotten."""
+
+
+def list_layers(engine: MegatronEngine, rule: Rule, every: bool) -> list:
+    """List the layers of this rank's stage that have what computes a rule: a state, or core attention.
+
+    Args:
+        every: whether to take each of them; else only the first and the last.
+    """
+    layers = [x for x in engine.decoder.decoder.layers if hasattr(x.self_attention, "core_attention") != rule.state]
+    return layers if every else list(dict.fromkeys(layers[:1] + layers[-1:]))
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Mixes tokens by one rule.
+
+    Attributes:
+        engine: has the layers. layout: slots of the tokens. inputs: the rule, lowered. rule: the rule.
+    """
+
+    engine: MegatronEngine
+    layout: Layout
+    inputs: AttentionInputs
+    rule: Rule
+
+    def draw(self, changed: Iterable[int] = (), padding: float = 0.0) -> list[Tensor]:
+        """Draw random inputs as this rank holds them: queries, keys and values of its heads, or columns of a state.
+
+        Args:
+            changed: numbers of tokens that get other inputs; the query of core attention, which moves nothing but its
+                own row, stays. padding: what a slot of padding has.
+        """
+        generator, tokens = torch.Generator().manual_seed(0), sum(self.inputs.spec.lengths)
+        engine, places = self.engine, torch.as_tensor([*changed], dtype=torch.long)
+        model, tp, drawn = engine.model, engine.config.tp, []
+        if self.rule.state:
+            net = model.delta
+            assert net, "a rule with a state is a model's own"
+            flat = torch.randn(tokens, net.key_heads // tp, net.convolved + 2 * net.ratio, generator=generator)
+            flat[..., net.convolved : net.convolved + net.ratio] -= _LASTING
+            flat[places, :, : net.convolved] += _LOUD
+            drawn = [flat]
+        else:
+            for heads in (model.heads // tp, *[model.count_kv_heads(tp)] * 2):
+                flat = torch.randn(tokens, heads, model.head_dim, generator=generator)
+                if drawn:
+                    flat[places] += _LOUD
+                drawn.append(flat)
+        dtype = engine.transformer.params_dtype
+        packed = [self.layout.pack(flat.to(engine.device, dtype), fill=padding) for flat in drawn]
+        return [x.transpose(0, 1) if self.rule.state or self.inputs.qkv_format == "sbhd" else x[0] for x in packed]
+
+    def draw_padding(self) -> list[Tensor]:
+        """Draw the same inputs with other padding."""
+        return self.draw(padding=_LOUD)
+
+    @torch.no_grad()
+    def mix(self, layer, drawn: list[Tensor]) -> Tensor:
+        """Put what was drawn through a layer: ``[N, ...]``."""
+        if self.rule.state:
+            out = layer.self_attention.mix(*drawn, self.inputs).transpose(0, 1)
+        else:
+            core = layer.self_attention.core_attention
+            out = core(*drawn, self.inputs.attention_mask, attn_mask_type=None, packed_seq_params=self.inputs)
+            out = out.transpose(0, 1) if self.inputs.qkv_format == "sbhd" else out[None]
+        return self.layout.unpack(out, mpu.get_context_parallel_group())

@@ -1,0 +1,33 @@
+"""Make tiny models of random weights well conditioned where their layers have a state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # as where tiny models are made
+    from transformers import PreTrainedModel
+
+STATES: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+"""Layers of a tiny Qwen3.5."""
+
+
+def align_states(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a token's query be like its key in layers with a state, as in trained models, and return the model.
+
+    What is read of a state is normed: where a query finds almost nothing, rounding would become an output. Some heads
+    remember long, so that a state that is not reset shows.
+    """
+    import torch
+
+    nets: list[Any] = [part for part in model.modules() if hasattr(part, "in_proj_qkv")]
+    with torch.no_grad():
+        embedding: Any = model.get_input_embeddings().weight
+        if nets:  # tokens have something in common
+            embedding += 2 * embedding.std() * torch.randn(embedding.shape[1])
+        for net in nets:
+            query, key = net.in_proj_qkv.weight.mul_(2).split((net.key_dim, net.key_dim, net.value_dim))[:2]
+            key.mul_(0.5).add_(query)
+            net.conv1d.weight.normal_(std=0.2)[..., -1] += 1.0
+            net.A_log.uniform_(0.01, 0.5).log_()
+    return model

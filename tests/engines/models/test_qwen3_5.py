@@ -1,0 +1,112 @@
+"""Qwen3.5's config.json: layers with a state, their sizes, and what is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engines.config import MegatronConfig, VllmConfig
+from engines.models.spec import ModelSpec
+from hardware.attention.rules import CAUSAL, Rule
+from hardware.megatron.form import DeltaNet
+
+CONFIG = json.loads("""{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "attention_bias": false,
+    "attention_dropout": 0.0, "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 262144, "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "vocab_size": 248320,
+    "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000, "rope_type": "default"}, "tie_word_embeddings": false, "use_cache": true}""")
+"""A config.json of the sizes that are transformers' defaults, those of Qwen3.5-9B."""
+
+
+def read(folder: Path, **changes) -> ModelSpec:
+    config = {key: value for key, value in (CONFIG | changes).items() if value != "left out"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelSpec.from_folder(folder)
+
+
+def test_layers_and_sizes(tmp_path):
+    spec = read(tmp_path)
+    assert spec.rules == ((Rule(state=True),) * 3 + (CAUSAL,)) * 8
+    assert (spec.rotary_dim, spec.qk_norm, spec.gates_output) == (64, True, True)
+    assert spec.delta == DeltaNet(16, 2, 128, 128, 4)
+    assert spec.ropes == ({"rope_theta": 10000000, "rope_type": "default", "partial_rotary_factor": 0.25},)
+    assert read(tmp_path, full_attention_interval="left out", linear_conv_kernel_dim="left out").rules == spec.rules
+    kinds = ["full_attention", "linear_attention"] * 16
+    assert read(tmp_path, layer_types=kinds).rules == (CAUSAL, Rule(state=True)) * 16
+    MegatronConfig(tp=4, pp=2, cp=2, ranks=16, dtype="bfloat16").check_model(spec)
+
+
+def test_weights_by_hand(tmp_path):
+    """Of a model of one layer of each kind, by transformers' modules."""
+    spec = read(tmp_path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    hidden, ffn, mixed, values = 4096, 12288, 2 * 16 * 128 + 32 * 128, 32 * 128
+    net = (mixed + values + 32 + 32) * hidden + mixed * 4 + 32 + 32 + 128 + values * hidden
+    attention = (2 * 16 + 2 * 4) * 256 * hidden + 16 * 256 * hidden + 2 * 256
+    assert spec.count_weights() == net + attention + 2 * (3 * hidden * ffn + 2 * hidden) + hidden + 2 * 248320 * hidden
+    cut = {name: weight.cut_shape({"tp": 4}) for name, weight in spec.weights.items() if ".0.self_attention." in name}
+    assert {name.rpartition("self_attention.")[2]: shape for name, shape in cut.items()} == {
+        "conv": (mixed // 4, 1, 4),
+        "a_log": (8,),
+        "dt_bias": (8,),
+        "out_norm": (128,),
+        "in_proj.weight": ((mixed + values + 64) // 4, hidden),
+        "out_proj.weight": (hidden, values // 4),
+    }
+
+
+def test_flops_by_hand(tmp_path):
+    """Attention's pairs in one layer; in the other three products of 128 x 128 numbers for each head and token."""
+    spec = read(tmp_path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    lengths, weights = (30, 12), spec.count_weights() - 248320 * 4096
+    pairs, states = 12 * 16 * 256 * (30**2 + 12**2) / 2, 3 * 2 * 3 * 32 * 128 * 128 * 42
+    assert spec.count_training_flops(lengths) == 6 * weights * 42 + pairs + states
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads 24, expected a multiple of its 16 linear_num_key_hea"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim 0, expected a whole number of at least 1"),
+        ({"linear_num_key_heads": "left out"}, "lacks the keys .'linear_num_key_heads'"),
+        ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim 5, expected at most 4"),
+        ({"full_attention_interval": 0}, "full_attention_interval 0, expected a whole number of at least 1"),
+        ({"layer_types": ["linear_attention"] * 3}, "3 layer_types, expected one for each of its 32 layers"),
+        ({"layer_types": ["sliding_attention"] * 32}, r"layer_types .* expected a list .*'full_attention', 'linear_"),
+        ({"attention_bias": True}, "sets attention_bias, which the engine does not build"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.255}}, "partial_rotary_factor 0.255, expected a number"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, r"expected \['Qwen3_5ForCausalLM'\]"),
+    ],
+    ids=range(10),
+)
+def test_what_is_not_built_is_named(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, **changes)
+
+
+def test_other_families_have_no_states(tmp_path):
+    with pytest.raises(ValueError, match=r"layer_types .* expected a list .*'full_attention', 'sliding_att"):
+        read(tmp_path, model_type="qwen3", layer_types=["linear_attention"] * 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"linear_num_key_heads": 2}, 4, "tp=4 does not divide the model's 2 key heads of layers with a state"),
+        ({}, 8, "tp=8 is above the model's 4 key-value heads, which Megatron does not share .* outputs have gates"),
+    ],
+    ids=["key heads", "key-value heads"],
+)
+def test_tensor_parallel_sizes_that_are_not_built(tmp_path, changes, tp, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronConfig(tp=tp, ranks=tp).check_model(read(tmp_path, **changes))
+
+
+def test_a_rollout_that_cannot_be_cut(tmp_path):
+    spec = read(tmp_path, linear_num_key_heads=2, num_key_value_heads=4)
+    VllmConfig(tp=2).check_model(spec)
+    with pytest.raises(
+        ValueError, match="rollout: tp=4 does not divide the model's 2 key heads of layers with a state"
+    ):
+        VllmConfig(tp=4).check_model(spec)

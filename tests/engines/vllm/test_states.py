@@ -1,0 +1,124 @@
+"""States in vLLM: logprobs against HuggingFace of prompts in chunks, of cached beginnings and after a weight sync."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.huggingface import load_folder, measure_differences, name_weights
+from support.models import LANGUAGE_MODELS, VOCAB
+from support.rollout_workers import Prompt, ask, find_unlike, make_requests, send
+
+from engines.batch.samples import Completion, Sampling
+from engines.config import VllmConfig
+from engines.models.spec import ModelSpec
+from rlworker.checks.tiny_models import make_tiny_text
+
+pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
+CONFIG = VllmConfig(max_new_tokens=24, max_model_len=640, max_num_seqs=3, kv_cache_mb=128)
+CHUNKS = {"max_num_batched_tokens": 256}
+"""vLLM's arguments by which a forward pass takes a part of the longer prompts."""
+GENERATOR = torch.Generator().manual_seed(0)
+BEGINNING = torch.randint(3, 99, (420,), generator=GENERATOR).tolist()
+LENGTHS = (1, 2, 3, 4, 17, 63, 64, 65, 130, 301)
+PROMPTS = [Prompt(tuple(torch.randint(3, 99, (length,), generator=GENERATOR).tolist())) for length in LENGTHS]
+PROMPTS += [Prompt((*BEGINNING[:length], 5, 7, length % 90 + 3)) for length in (60, 300, 420, 419, 420)]
+SAMPLING = Sampling(4, 1.0, 24, (1,), (2, 11, 12, 13))
+
+
+@pytest.fixture(scope="module", params=[{}, CHUNKS], ids=["whole prompts", "chunks"])
+def rollout(request, cluster, tmp_path_factory):
+    from rlworker.cluster.rollout_group import Rollouts
+
+    family, settings = LANGUAGE_MODELS["qwen3_5_text"]
+    settings = settings | {"max_position_embeddings": CONFIG.max_model_len, "eos_token_id": 2}
+    spec = ModelSpec.from_folder(
+        make_tiny_text(tmp_path_factory.mktemp("model"), family, VOCAB, tied=False, **settings)
+    )
+    with Rollouts("cpu", 1) as rollouts:
+        (worker,) = rollouts.start(spec, replace(CONFIG, vllm=request.param)).wait().workers
+        yield worker, spec, 8 if request.param else 1  # prompts are cut at the last end of a block as well
+
+
+def sample(worker, requests, seed: int) -> tuple[list[Completion], list[int], int]:
+    """Sample as the engine does, and count the cached tokens of each request, and the passes that cut a prompt; this
+    runs in its process."""
+    engine, cached, cut = worker.engine, [], [0]
+    read, core = engine.read_output, engine.llm.llm_engine.engine_core.engine_core
+    schedule = core.scheduler.schedule
+
+    def watch(*args, **kwargs):
+        scheduled = schedule(*args, **kwargs)
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request = core.scheduler.requests[name]
+            cut[0] += request.num_computed_tokens - count < request.num_prompt_tokens > request.num_computed_tokens
+        return scheduled
+
+    engine.read_output = lambda request, output: cached.append(output.num_cached_tokens) or read(request, output)
+    core.scheduler.schedule = watch
+    try:
+        return engine.sample(requests, seed), cached, cut[0]
+    finally:
+        del engine.read_output, core.scheduler.schedule
+
+
+def test_logprobs_before_and_after_a_sync(rollout, measured):
+    worker, spec, least = rollout
+    old, new = load_folder(spec.folder), load_folder(spec.folder)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in name_weights(new, spec).values():
+            parameter.mul_(1.1).add_(0.01 * torch.randn_like(parameter))
+    requests = make_requests(PROMPTS, SAMPLING)
+    for label, model in (("before", old), ("after", new)):
+        weights = name_weights(model, spec)
+        send(worker, weights.items(), 20_000)
+        assert find_unlike(worker, weights.items()) == set()
+        found, cached, cut = ask(worker.__ray_call__, sample, requests, 1)
+        differences = measure_differences(model, PROMPTS, found)
+        measured({f"{label}, mean": float(differences.mean()), label: float(differences.max())})
+        assert differences.mean() <= 1e-5 and differences.max() <= 1e-4
+        assert any(cached) and cut >= least, "the test has both: states that were cached, prompts in parts"
+    assert measure_differences(old, PROMPTS, found).max() > 0.1, "the test can tell old weights from new"
+
+
+def test_a_stale_convolution_is_named(rollout):
+    worker, spec, _ = rollout
+    model = load_folder(spec.folder)
+    weights = name_weights(model, spec)
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.mul_(1.0 if ".1.linear_attn.conv1d." in name else 1.2)
+    send(worker, weights.items())
+    (name,) = (name for name in weights if ".1.linear_attn.conv1d." in name)
+    with torch.no_grad():
+        weights[name].mul_(1.2)  # in the trainer alone
+    assert find_unlike(worker, weights.items()) == {name}
+    assert find_unlike(worker, weights.items(), columns=2) == {name}
+
+
+def start_without_layer(worker, spec: ModelSpec, config: VllmConfig) -> str:
+    """Start an engine of a vLLM that passes over what was registered with it; this runs in the engine's process."""
+    from unittest.mock import patch
+
+    from hardware.cpu import state_rule
+
+    with patch.object(state_rule, "install", lambda: None):
+        try:
+            worker.start(spec, config)
+        except RuntimeError as error:
+            return str(error)
+    return "it started"
+
+
+def test_a_layer_that_vllm_passes_over_ends_the_start(cluster, make_hf_model):
+    import ray
+
+    from rlworker.cluster.workers import RolloutWorker
+
+    worker = ray.remote(RolloutWorker).options(num_cpus=0).remote("cpu", 0)
+    spec, config = ModelSpec.from_folder(make_hf_model("qwen3_5_text", False)), replace(CONFIG, max_model_len=64)
+    try:
+        told = ask(worker.__ray_call__, start_without_layer, spec, config)
+    finally:
+        ray.kill(worker)
+    assert "'QwenGatedDeltaNetAttention'" in told and "expected" in told and "'StateRuleLayer'" in told

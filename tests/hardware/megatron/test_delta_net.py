@@ -1,0 +1,60 @@
+"""Layers with a state: the probe hears through them what it must and nothing else, and names each planted leak."""
+
+import pytest
+from support.factors import LAYOUTS, STATE_FAMILIES, parse_size
+from support.ranks.engines_cases import build_engine, gather_logits, make_batch, plan
+from support.ranks.pool import draw_address
+
+from engines.probes.case import ProbeCase
+from engines.probes.faults import FAULTS
+from hardware.attention.rules import CHUNK, Rule
+from rlworker.checks.case import make_probe_case
+
+LENGTHS = (9, 1, 14, 0, 6, 2 * CHUNK + 2)
+CASE: ProbeCase = make_probe_case(LENGTHS)
+LEAKS = ("convolutions run on", "states run on", "convolutions and states run on", "boundaries of states off by one")
+LEAST = 1e-1
+"""Change of a logit that a leak makes at least, of logits up to about 5."""
+
+
+def probe(rank, world, address, folder, settings, faults):
+    """For each fault: in each layout what the probe of layers found on this rank, in thd what that of the whole model
+    did, and how far logits are from those without a fault; ``""`` plants none."""
+    engine = build_engine(rank, world, address, folder, settings)
+    from engines.probes.faults import mend, plant
+    from engines.probes.megatron import probe_attention, probe_tokens
+
+    _, shard = plan(engine, make_batch())
+    right, found = gather_logits(engine, shard), {}
+    for name in faults:
+        if name:
+            plant(engine, name)
+        try:
+            influences = {kind: probe_attention(engine, kind, Rule(state=True), CASE) for kind in LAYOUTS}
+            influences["tokens"] = probe_tokens(engine, "thd", engine.model.rules, CASE)
+            wrong = gather_logits(engine, shard)
+        finally:
+            mend(engine)
+        found[name] = influences, 0.0 if right is None else float((wrong - right).abs().max())
+    return found
+
+
+@pytest.mark.parametrize(
+    "size", ["one", *(pytest.param(size, marks=pytest.mark.large) for size in ("TP2", "CP2", "PP2", "TP2-CP2"))]
+)
+def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size):
+    case = draw_address(), make_hf_model(STATE_FAMILIES[0], False), parse_size(size), [""]
+    for rank in pool_of(size).run(probe, *case):
+        assert rank[""] == ({"bshd": [], "thd": [], "tokens": []}, 0.0)
+
+
+def test_every_leak_is_named(one_rank, make_hf_model, measured):
+    assert all(FAULTS[name].found_by == "attention" for name in LEAKS)
+    (rank,) = one_rank.run(probe, draw_address(), make_hf_model(STATE_FAMILIES[0], False), {}, LEAKS)
+    for name, (influences, moved) in rank.items():
+        layers = influences["thd"]
+        assert len(layers) == 3, f"{name}: in each layer with a state"
+        assert all(layer.leaks.get("a neighbour in the pack", 0) > 0 for layer in layers), (name, layers)
+        assert influences["tokens"][0].leaks["a neighbour in the pack"] > 0, name
+        measured({name: moved})
+        assert moved >= LEAST, name
