@@ -81,7 +81,8 @@ def summarise(config: ToyConfig, wall_seconds: float, warm_up_seconds: float) ->
     lines = read_metrics(Path(config.run_dir))
     heldout = [line["heldout"] for line in lines if "heldout" in line]
     steps = [line for line in lines if line["step"]]
-    compared = [line for line in steps if "logprob_diff_mean" in line]  # some may have no token of the newest weights
+    # Some steps may have no token of the newest weights, or no group to learn from.
+    compared = [line for line in steps if "logprob_diff_mean" in line]
     actor = config.actor
     return {
         "heldout_before": heldout[0],
@@ -89,8 +90,8 @@ def summarise(config: ToyConfig, wall_seconds: float, warm_up_seconds: float) ->
         "steps": len(steps),
         "wall_seconds": wall_seconds,
         "warm_up_seconds": warm_up_seconds,
-        "logprob_diff_mean": max(line["logprob_diff_mean"] for line in compared),
-        "logprob_diff_max": max(line["logprob_diff_max"] for line in compared),
+        "logprob_diff_mean": max((line["logprob_diff_mean"] for line in compared), default=None),
+        "logprob_diff_max": max((line["logprob_diff_max"] for line in compared), default=None),
         "seconds_per_step": float(np.median([line["time_step"] for line in steps])),
         "shuffle_rewards": config.shuffle_rewards,
         "seed": config.seed,

@@ -93,3 +93,14 @@ def test_the_control_hands_out_the_same_rewards_in_another_order():
     control = shuffle_advantage(grpo)(batch)
     assert not torch.equal(control, grpo(batch))
     assert control.view(8, 8).sum(1).abs().max() < 1e-5, "each group still has a mean of zero"
+
+
+def test_a_run_whose_groups_taught_nothing_is_summed_up(tmp_path):
+    """So does DAPO, which leaves out groups of one reward, with a model that answers nothing."""
+    from recipes.common.toys import summarise
+    from recipes.demos.cpu import DEFAULT
+
+    lines = [{"step": 0, "heldout": 0.0}, {"step": 1, "heldout": 0.0, "time_step": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarise(replace(DEFAULT, run_dir=str(tmp_path)), 1.0, 0.5)
+    assert summary["logprob_diff_max"] is None and summary["seconds_per_step"] == 0.5
