@@ -96,7 +96,7 @@ def test_the_control_hands_out_the_same_rewards_in_another_order():
 
 
 def test_a_run_whose_groups_taught_nothing_is_summed_up(tmp_path):
-    """So does DAPO, which leaves out groups of one reward, with a model that answers nothing."""
+    """DAPO leaves out groups of one reward: of a model that is never right it compares no step."""
     from recipes.common.toys import summarise
     from recipes.demos.cpu import DEFAULT
 
