@@ -21,6 +21,8 @@ from rlworker.checks.tiny_models import make_tiny_model
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)
 PROMPTS = [Prompt((3, 4, 5)), Prompt((7, 8, 9, 10)), Prompt((6,)), Prompt(tuple(range(3, 90)))]
+MODELS = ("qwen2", True), ("qwen3_5_text", False)
+"""Models, and whether they are tied: of attention, and with states."""
 SHARED = Path("/dev/shm")
 GONE_S = 20.0
 """Seconds in which the processes of an engine are gone."""
@@ -93,8 +95,9 @@ def compare_over_syncs(folder: str, prompts, measured, devices: int = 2, **vllm)
 
 
 @pytest.mark.large
-def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured):
-    compare_over_syncs(make_hf_model("qwen2", True), PROMPTS, measured)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
+def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured, model):
+    compare_over_syncs(make_hf_model(*model), PROMPTS, measured)
 
 
 @pytest.mark.large
@@ -104,8 +107,9 @@ def test_devices_that_share_a_head_of_keys_and_values(cluster, make_hf_model, me
 
 
 @pytest.mark.large
-def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measured):
-    folder, prompts = make_hf_model("qwen2", True), PROMPTS[:3]
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
+def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measured, model):
+    folder, prompts = make_hf_model(*model), PROMPTS[:3]
     worker, weights = start(folder, 2), change(folder, 5)
     old, new = load_folder(folder), load_folder(folder)
     new.load_state_dict(dict(weights), strict=False)
