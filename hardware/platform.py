@@ -92,8 +92,8 @@ class RolloutWorkerClass:
 
     Attributes:
         name: module and class; "auto" is vLLM's own choice.
-        parts: names of the classes that must build attention metadata and sample, once the worker has started; empty if
-            vLLM chooses among several.
+        parts: names of the classes that must build attention metadata, carry states and sample, once the worker has
+            started; empty if vLLM chooses among several.
     """
 
     name: str = "auto"

@@ -117,7 +117,7 @@ def _tell_images(change: Callable[[list], list]) -> list[Patch]:
 
 
 def run_convolutions_on() -> list[Patch]:
-    """Let a convolution read the slots before a sequence's first, whoever has them."""
+    """Let a convolution read the slots before a sequence's first, which are another sequence's."""
     import torch
 
     from hardware.attention.delta_rule import TAIL

@@ -119,7 +119,7 @@ class VllmEngine:
             self.llm.collective_rpc("record_routes", args=(model.layers, model.experts.chosen))
         for parts in self.llm.collective_rpc("list_parts"):
             # an upstream change may silently ignore the parts that a worker installs
-            if not set(worker.parts) <= set(parts):
+            if worker.parts and tuple(parts) != worker.parts:
                 self.close()
                 raise RuntimeError(
                     f"rollout: vLLM computes attention and samples with {parts}, expected {list(worker.parts)} for "

@@ -66,6 +66,7 @@ class StateRuleWorker(RecordsRoutes, CPUWorker):
 
         _undo_patches()
         state_rule.install()
+        _install_experts(self)
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
 

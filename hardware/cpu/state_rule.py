@@ -54,11 +54,6 @@ class StateRuleLayer(QwenGatedDeltaNetAttention):
     def _mix(self, columns: Tensor, out: Tensor, metadata: GDNAttentionMetadata) -> None:
         """Mix the tokens ``[slots, D]`` of a pass into ``out`` ``[slots, H, dv]``, and keep each request's state and
         its last inputs of the convolution."""
-        if metadata.spec_sequence_masks is not None:
-            raise RuntimeError(
-                "rollout: states of tokens that are drafted and not taken cannot be taken back; leave "
-                "speculative_config out of --rollout.vllm"
-            )
         lengths, slots, fresh = _read_requests(metadata)
         plan, order, ends = _plan_pack(lengths)
         slots, fresh = slots[order], fresh[order]

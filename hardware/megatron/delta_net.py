@@ -86,10 +86,10 @@ class GatedDeltaNet(MegatronModule):
         a, b = chunks[:, -mixed.shape[1] :, :, net.convolved :].split(net.ratio, dim=-1)  # [chunks, C, G, R] each
         a_log, dt_bias = (x.view(self.heads, net.ratio).float() for x in (a_log, dt_bias))
         decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
-        out = delta_rule(query, key, value.unflatten(-1, (net.ratio, -1)), decay, b.sigmoid(), plan)
+        out = delta_rule(query, key, value.unflatten(-1, (net.ratio, -1)), decay, b.float().sigmoid(), plan)
         return plan.join(out).to(rows.dtype)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets: Any = (), metadata=None):
+    def sharded_state_dict(self, prefix="", sharded_offsets: Any = (), metadata: Any = None):
         """Return the parameters as parts of a checkpoint that is read at any parallel size."""
         cut = {"conv": self.conv, "a_log": self.a_log, "dt_bias": self.dt_bias}
         state = make_sharded_tensors_for_checkpoint(
@@ -98,7 +98,7 @@ class GatedDeltaNet(MegatronModule):
             dict.fromkeys(cut, 0),
             sharded_offsets,
             tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
+            dp_cp_group=metadata["dp_cp_group"],
         )
         for name in ("in_proj", "out_proj"):
             state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata)

@@ -46,7 +46,7 @@ class Outages:
             try:
                 if not is_whole:
                     go_back()
-                is_whole = True
+                is_whole, self._being_replaced = True, frozenset()
                 return run()
             except WorkerFailure as failure:
                 if not (failure.lost and self.limit):
@@ -57,14 +57,12 @@ class Outages:
     def note_lost(self, lost: Mapping[str, str]) -> None:
         """Count one outage of workers that are replaced without going back to a checkpoint.
 
-        A worker that an earlier outage has named already, and that is only now replaced, is not counted again.
+        Nothing is counted if all of them are being replaced since an earlier outage.
 
         Args:
             lost: name of a lost worker -> how it was lost.
         """
-        is_known = lost.keys() <= self._being_replaced
-        self._being_replaced -= lost.keys()
-        if not is_known:
+        if lost.keys() - self._being_replaced:
             self.note(self.where, lost)
 
     def note(self, where: str, lost: Mapping[str, str]) -> None:

@@ -79,21 +79,6 @@ def test_going_back_may_fail_too(make_outages, died):
         outages.note_lost(LOST)  # once more, after it was replaced
 
 
-def test_a_worker_that_is_replaced_after_the_run_goes_on_is_counted_once(make_outages, died):
-    """An environment worker on a lost node is replaced with the first row that it would have had."""
-    outages, failures = make_outages(2), [died]
-
-    def run() -> str:
-        if failures:
-            raise failures.pop()
-        outages.note_lost(LOST)  # named by the first outage
-        outages.note_lost(LOST)  # lost again
-        return "done"
-
-    assert outages.repeat(run, lambda: None) == "done"
-    assert len(outages.told) == 2
-
-
 @pytest.mark.large
 @pytest.mark.timeout(600)
 def test_a_run_that_loses_processes_ends_as_if_it_had_not(cluster, tmp_path, measured):

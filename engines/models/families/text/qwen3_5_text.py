@@ -15,6 +15,8 @@ from hardware.megatron.form import DeltaNet, LayerOptions
 _KINDS = ("full_attention", "linear_attention")
 _COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 _TAPS, _INTERVAL = "linear_conv_kernel_dim", "full_attention_interval"
+_GATES = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
+"""Settings of gates that vLLM reads and transformers (5.19) does not -> values that transformers computes by."""
 
 
 def gated_attention(model: DecoderSizes) -> tuple[Weight, ...]:
@@ -62,13 +64,17 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
     """Read the kind of each layer: a state, or attention over the whole past.
 
     Raises:
-        ValueError: ``layer_types`` are not as many as layers, heads do not fit each other, a convolution has more taps
-            than are computed, or a rotary embedding is not built.
+        ValueError: ``layer_types`` are not as many as layers, a gate is of another kind, heads do not fit each other,
+            a convolution has more taps than are computed, or a rotary embedding is not built.
     """
     layers, every = config["num_hidden_layers"], config[_INTERVAL]
     if not fits(int, every) or every < 1:
         raise ValueError(f"model: {path} has {_INTERVAL} {every!r}, expected a whole number of at least 1")
     kinds = config.get("layer_types") or [_KINDS[(i + 1) % every != 0] for i in range(layers)]
+    for key, built in _GATES.items():
+        if config.get(key, built[0]) not in built:
+            expected = " or ".join(map(repr, built))
+            raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {expected}, as transformers computes")
     if len(kinds) != layers:
         raise ValueError(f"model: {path} has {len(kinds)} layer_types, expected one for each of its {layers} layers")
     full = replace(layer, rope=read_partial_rope(config, path))
