@@ -10,7 +10,7 @@ from engines.probes.faults import FAULTS
 from hardware.attention.rules import CHUNK, Rule
 from rlworker.checks.case import make_probe_case
 
-LENGTHS = (9, 1, 14, 0, 6, 2 * CHUNK + 2)
+LENGTHS = (9, 1, 14, 0, 6, CHUNK + 2)
 CASE: ProbeCase = make_probe_case(LENGTHS)
 LEAKS = ("convolutions run on", "states run on", "convolutions and states run on", "boundaries of states off by one")
 LEAST = 1e-1
@@ -48,6 +48,7 @@ def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_mod
         assert rank[""] == ({"bshd": [], "thd": [], "tokens": []}, 0.0)
 
 
+@pytest.mark.large
 def test_every_leak_is_named(one_rank, make_hf_model, measured):
     assert all(FAULTS[name].found_by == "attention" for name in LEAKS)
     (rank,) = one_rank.run(probe, draw_address(), make_hf_model(STATE_FAMILIES[0], False), {}, LEAKS)
