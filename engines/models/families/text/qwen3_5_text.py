@@ -64,8 +64,8 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
     """Read the kind of each layer: a state, or attention over the whole past.
 
     Raises:
-        ValueError: ``layer_types`` are not as many as layers, a gate is of another kind, heads do not fit each other,
-            a convolution has more taps than are computed, or a rotary embedding is not built.
+        ValueError: ``layer_types`` are not as many as layers or have no attention, a gate is of another kind, heads do
+            not fit each other, a convolution has more taps than are computed, or a rotary embedding is not built.
     """
     layers, every = config["num_hidden_layers"], config[_INTERVAL]
     if not fits(int, every) or every < 1:
@@ -77,6 +77,8 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
             raise ValueError(f"model: {path} has {key} {config[key]!r}, expected {expected}, as transformers computes")
     if len(kinds) != layers:
         raise ValueError(f"model: {path} has {len(kinds)} layer_types, expected one for each of its {layers} layers")
+    if _KINDS[0] not in kinds:  # the check of masks, and that of vLLM's parts, need a layer of attention
+        raise ValueError(f"model: {path} has layer_types of {_KINDS[1]} alone, expected {_KINDS[0]} among them")
     full = replace(layer, rope=read_partial_rope(config, path))
     net = read_delta_net(config, path)
     linear = replace(
