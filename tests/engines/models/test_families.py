@@ -137,7 +137,7 @@ def test_the_page_on_models_has_every_family_and_what_each_platform_refuses():
         shown.setdefault(row["family"], []).append(row["sees"])
         windowed = {key: value for key, value in WINDOW.items() if key not in family.refused}
         config = dict.fromkeys([*family.needed, "num_experts"], 8) | family.defaults | windowed
-        config |= {"num_hidden_layers": 1, "norm_topk_prob": True, "moe_intermediate_size": 2}
+        config |= {"num_hidden_layers": 4, "norm_topk_prob": True, "moe_intermediate_size": 2}
         config |= {"first_k_dense_replace": 0} if family.model_type == "glm4_moe" else {}
         kinds = family.read_layers(config, Path(row["family"]), family.layer)
         rules = list(dict.fromkeys([CAUSAL, *(kind.rule for kind in kinds)]))
