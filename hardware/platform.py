@@ -46,7 +46,7 @@ class KernelMemory:
         keeps_unrotated: whether rotation keeps its input.
         copies_output: whether core attention of a pack keeps its output and returns a copy of it.
         expands_kv: whether attention's backward makes gradients of keys and values for every query head, before it sums
-            the query heads of a key head.
+            the query heads of a key head. In fp32 it then keeps keys and values of every query head, too.
         query_gradient_bytes: bytes per number of the buffer in which attention's backward sums the queries' gradient; 0
             without a buffer.
         slots_per_sequence: further slots of each sequence in that buffer.
@@ -278,5 +278,5 @@ def describe(platform: Platform) -> str:
     """Describe a platform in a line: name, level of proof, and the subjects that the proof does not cover."""
     text = f"{platform.name} ({platform.evidence})"
     if platform.proven == "untested":
-        text += ", which nobody ran this project on before its release: begin with rlworker check"
+        text += ", on which no whole run was made before its release: begin with rlworker check"
     return f"{text}, which says nothing about {', '.join(platform.not_covered)}" if platform.not_covered else text

@@ -2,6 +2,7 @@
 
     python tests/kill_chain.py --kills 24 --seed 1
     python tests/kill_chain.py --kills 24 --model experts       # shared out over the ranks, their choice replayed
+    python tests/kill_chain.py --kills 24 --model states        # a layer with a state, one of attention
     python tests/kill_chain.py --kills 10 --calculator runs/calculator    # of a run of that demo, for its warm model
     python tests/kill_chain.py --kills 24 --calculator runs/calculator --staleness 1
 
@@ -335,7 +336,7 @@ if __name__ == "__main__":
     else:
         import tempfile
 
-        from recipes.common.addition import make_data, make_expert_model, make_model
+        from recipes.common.addition import make_data, make_expert_model, make_model, make_state_model
 
         options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
         count, seed = int(options.get("--kills", 24)), int(options.get("--seed", 0))
@@ -348,6 +349,6 @@ if __name__ == "__main__":
                 run_episode_chain(Path(folder), kills, steps, str(Path(toy).resolve()), staleness)
                 sys.exit()
             make_data(Path(folder) / "data")
-            make = make_expert_model if options.get("--model") == "experts" else make_model
-            make(Path(folder) / "model", seed=0)
+            kinds = {"experts": make_expert_model, "states": make_state_model}
+            kinds.get(options.get("--model", ""), make_model)(Path(folder) / "model", seed=0)
             print(run_chain(Path(folder), draw_kills(count, seed, steps, phases=CHAIN_PHASES), steps))

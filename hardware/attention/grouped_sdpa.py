@@ -163,6 +163,10 @@ def _attend_thd(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, ru
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    ratio = query.shape[1] // key.shape[1]
+    if ratio > 1 and query.is_cuda:
+        # CUDA's kernel for float32 does not take fewer key heads; torch would form all scores, [b, h, s, s], in memory.
+        key, value = (x.repeat_interleave(ratio, dim=1) for x in (key, value))
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -5,6 +5,7 @@
     python scripts/bench/update.py --ways all-scored prompts tree --common 512 --ratios 544:32
     python scripts/bench/update.py --ways all-scored prompts tree --turns 4 --ratios 128:48
     python scripts/bench/update.py --images --ratios 40:64
+    python scripts/bench/update.py --platform cuda --dtype bfloat16 --model FOLDER --ratios 256:64
 
 One engine, one rank, one thread, in this process. A ratio P:R is of prompts of P tokens and samples of R / 2 to
 3 R / 2. An update is planned, computed forward and backward; the optimizer's step, which is the same in all ways, is
@@ -15,11 +16,12 @@ left out. The ways take turns in one process:
     prompts      samples share their prompt (--actor.share prompts)
     tree         sequences share whatever they begin with (--actor.share tree)
 
-CPU-seconds are medians. MB are the most that autograd holds for the backward pass; logprobs are those of the tokens
-that count, against the first way.
+CPU-seconds are medians; on an accelerator they are seconds of the clock. MB are the most that autograd holds for the
+backward pass; logprobs are those of the tokens that count, against the first way.
 """
 
 import argparse
+import os
 import socket
 import statistics
 import tempfile
@@ -47,8 +49,9 @@ from engines.images.placeholders import make_placeholders
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from engines.probes.saved_bytes import SavedBytes
-from hardware.platforms import DEFAULT_PLATFORM, get_platform
+from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, get_platform
 from rlworker.algorithms.losses import policy_loss
+from rlworker.checks.device.report import Device
 from rlworker.checks.tiny_models import make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 
 if TYPE_CHECKING:
@@ -68,6 +71,8 @@ def parse_ratio(text: str) -> tuple[int, int]:
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--model", type=Path, metavar="FOLDER", help="a HuggingFace folder; else one of 1.36 M parameters")
+PARSER.add_argument("--platform", choices=PLATFORMS, default=DEFAULT_PLATFORM)
+PARSER.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
 PARSER.add_argument("--images", action="store_true", help="a tiny Qwen2.5-VL; each prompt ends with an image")
 PARSER.add_argument("--ratios", type=parse_ratio, nargs="+", default=[(6, 16), (256, 64)], metavar="P:R")
 PARSER.add_argument("--ways", choices=WAYS, nargs="+", default=["all-scored", "alone", "prompts"])
@@ -138,12 +143,13 @@ def draw_image(model: ModelSpec, folder: Path, number: int):
 @contextmanager
 def running_engine(folder: Path) -> Iterator["MegatronEngine"]:
     """Have an engine of one rank in this process."""
-    platform = get_platform(DEFAULT_PLATFORM)
+    platform = get_platform(OPTIONS.platform)
+    os.environ.update(platform.get_train_env())
     device = platform.init_process(0)
     from engines.megatron.engine import MegatronEngine  # once the platform has made Megatron its own
     from engines.megatron.groups import init_distributed, leave_distributed
 
-    config = MegatronConfig(micro_batch_tokens=OPTIONS.micro_batch_tokens)
+    config = MegatronConfig(dtype=OPTIONS.dtype, micro_batch_tokens=OPTIONS.micro_batch_tokens)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -168,8 +174,15 @@ def update(engine: "MegatronEngine", batch: TrainBatch, way: str) -> tuple[Sched
     return schedule, get_logprobs(schedule.restore([join_outputs(parts)]))
 
 
+def read_seconds(device: Device) -> float:
+    """Read the seconds of this process, or those of the clock once an accelerator has done its work."""
+    device.synchronize()
+    return time.process_time() if device.is_host else time.perf_counter()
+
+
 def measure(engine: "MegatronEngine", batch: TrainBatch) -> Iterator[dict[str, str | int | float]]:
     """Measure every way in turns; the first round warms up, and has what does not differ from round to round."""
+    device = Device(engine.platform, engine.device)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
     seconds, first = {way: [] for way in OPTIONS.ways}, {}
     for way in OPTIONS.ways:
@@ -179,13 +192,18 @@ def measure(engine: "MegatronEngine", batch: TrainBatch) -> Iterator[dict[str, s
         first[way] = schedule.count_computed(), saved.most / 2**20, logprobs[batch.mask]
     for _ in range(OPTIONS.rounds):
         for way in OPTIONS.ways:
-            start = time.process_time()
+            start = read_seconds(device)
             update(engine, batch, way)
-            seconds[way].append(time.process_time() - start)
+            seconds[way].append(read_seconds(device) - start)
     before = OPTIONS.ways[0]
     for way, (computed, megabytes, logprobs) in first.items():
         median = statistics.median(seconds[way])
-        yield {"way": way, "tokens": batch.num_tokens, "computed": computed, "CPU s": median} | {
+        yield {
+            "way": way,
+            "tokens": batch.num_tokens,
+            "computed": computed,
+            "CPU s" if device.is_host else "s": median,
+        } | {
             "times cheaper": statistics.median(seconds[before]) / median,
             "MB": megabytes,
             "of the MB": megabytes / first[before][1],

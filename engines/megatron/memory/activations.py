@@ -87,6 +87,8 @@ def _count_layer(
     if kernels.keeps_unrotated:
         before += query + (key if model.qk_norm else 0)
     keys_and_values = 2 * key * config.cp if config.cp > 1 else key
+    if kernels.expands_kv and size == FP32 and model.heads != model.kv_heads:
+        keys_and_values = 2 * query * config.cp
     sums = model.heads * FP32 * slots
     copied = query if kernels.copies_output and config.layout == "thd" else 0.0
     norm = model.hidden * norm_input + hidden

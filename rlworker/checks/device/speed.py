@@ -40,13 +40,13 @@ def measure_seconds(device: Device, run: Callable[[], Any], repeat: int = 5) -> 
     return min(seconds[1:])
 
 
-def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
+def check_speed(device: Device, folder: Path, own: Path | None = None) -> list[DeviceFinding]:
     """Measure a matrix product, attention and a training step. A measurement fails only if it cannot run.
 
     On a CPU the sizes are tiny: the rows show that the program runs, and the numbers mean nothing.
 
     Args:
-        folder: folder for the model.
+        folder: folder for a model of the shape of Qwen2.5-0.5B. own: HuggingFace folder of the model to train instead.
     """
     side = 256 if device.is_host else 8192
     a, b = (torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2))
@@ -54,7 +54,7 @@ def check_speed(device: Device, folder: Path) -> list[DeviceFinding]:
     text = f"{product:.3g} TFLOP/s"
     findings.append(device.make_finding("speed", "matrix product", product > 0, text, {"TFLOP/s": product}))
     findings += measure_attention(device, product)
-    return [*findings, measure_step(device, folder, product)]
+    return [*findings, measure_step(device, own or make_half_billion(device, folder / "step"), product)]
 
 
 def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
@@ -114,17 +114,20 @@ def _measure_images(device: Device, query, key, value, core, rotary) -> DeviceFi
     return device.make_finding("speed", where, True, text, {"share": share})
 
 
+def make_half_billion(device: Device, folder: Path) -> Path:
+    """Make a model of the shape of Qwen2.5-0.5B, or a tiny one for a CPU; its folder."""
+    shape: dict[str, Any] = {"max_position_embeddings": 256} if device.is_host else dict(_HALF_BILLION)
+    return Path(make_tiny_text(folder, "qwen2", shape.pop("vocab_size", 128), **shape))
+
+
 def measure_step(device: Device, folder: Path, product: float) -> DeviceFinding:
-    """Measure a bf16 training step with the shape of Qwen2.5-0.5B: seconds, TFLOP/s, and peak memory beside the plan.
+    """Measure a training step in bf16: seconds, TFLOP/s, and peak memory beside the plan.
 
     Args:
-        folder: folder for the model. product: TFLOP/s of the matrix product.
+        folder: HuggingFace folder of the model. product: TFLOP/s of the matrix product.
     """
-    shape: dict[str, Any] = dict(_HALF_BILLION)
-    sequences, tokens, micro_batches, vocab = 8, 1024, 2, shape.pop("vocab_size")
-    if device.is_host:
-        shape, sequences, tokens, vocab = {"max_position_embeddings": 256}, 4, 32, 128
-    model = ModelSpec.from_folder(make_tiny_text(folder / "step", "qwen2", vocab, **shape))
+    sequences, tokens, micro_batches = (4, 32, 2) if device.is_host else (8, 1024, 2)
+    model = ModelSpec.from_folder(folder)
     config = MegatronConfig(dtype="bfloat16", micro_batch_tokens=sequences * tokens)
     memory = measure_memory(device, model, config, sequences, tokens)
     engine = build_engine(device, model, config)

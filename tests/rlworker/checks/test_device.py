@@ -75,6 +75,11 @@ def test_an_emulator_is_as_stated(one_rank, tmp_path, platform):
     assert report["platform"].startswith(f"{platform} (emulated)") and report["versions"]["torch"] == torch.__version__
 
 
+def test_a_model_is_refused_where_there_is_none(tmp_path):
+    made = subprocess.run([sys.executable, SCRIPT, "--platform", "cuda", "--model", tmp_path], capture_output=True)
+    assert made.returncode == 2 and b"there is no config.json in it, expected a HuggingFace folder" in made.stderr
+
+
 @dataclass(frozen=True)
 class Real(Device):
     """A device that is not emulated, as the contract sees it."""

@@ -181,6 +181,20 @@ def test_what_a_backward_kernel_takes_by_hand():
     assert KernelMemory().count_backward_bytes(*sizes) == 0
 
 
+def test_what_keys_of_every_query_head_take_by_hand(folder):
+    """64 slots: in fp32 a layer keeps keys and values of every query head, and not the keys of a key head."""
+    model = ModelSpec.from_folder(folder)
+    assert model.heads > model.kv_heads
+
+    def count(dtype: str, expands: bool) -> float:
+        kernels = KernelMemory(expands_kv=expands)
+        return count_kept(model, MegatronConfig(dtype=dtype), 0, MicroBatch(64, 2), kernels).layers
+
+    more = (2 * model.heads - model.kv_heads) * model.head_dim * model.layers * 64 * 4
+    assert count("float32", True) - count("float32", False) == more
+    assert count("bfloat16", True) == count("bfloat16", False)
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_what_fused_layers_keep_by_hand(folder, cp):
     """64 slots in bf16: SwiGLU two halves and a product, not five widths; rotation its queries, and under context
