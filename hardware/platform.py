@@ -50,6 +50,8 @@ class KernelMemory:
         query_gradient_bytes: bytes per number of the buffer in which attention's backward sums the queries' gradient; 0
             without a buffer.
         slots_per_sequence: further slots of each sequence in that buffer.
+        head_logits: logits that the output layer makes at once. Each chunk of tokens adds a gradient of the whole
+            weight, which costs an accelerator more than the products of a small chunk.
     """
 
     fuses_norms: bool = False
@@ -59,6 +61,7 @@ class KernelMemory:
     expands_kv: bool = False
     query_gradient_bytes: int = 0
     slots_per_sequence: int = 0
+    head_logits: int = 2**25
 
     def count_norm_input_bytes(self, itemsize: int) -> int:
         """Count the bytes that a norm keeps for each number of its input.

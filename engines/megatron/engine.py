@@ -262,6 +262,7 @@ class MegatronEngine:
             support=support,
             top_ids=top_ids,
             banned=self.banned,
+            at_once=self.platform.kernel_memory.head_logits,
             group=mpu.get_tensor_model_parallel_group(),
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.batch.shard import TokenOutputs
+from hardware.platform import KernelMemory
 
 _NEVER = -1e30
 """Logit of a token that is never sampled: its probability is 0, and unlike -inf 0 times it is 0."""
 _LEAST = 1e-30
 """Least probability of all others together, next to the likeliest id's: that of no id has a finite logarithm too."""
-_LOGITS_AT_ONCE = 2**25
-"""Logits in one chunk of tokens (128 MiB in fp32)."""
 
 
 class _VocabParallelHead(torch.autograd.Function):
@@ -37,7 +36,18 @@ class _VocabParallelHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, target: Tensor, top_ids, support, scale, first_id, banned, keep, group
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        top_ids,
+        support,
+        scale,
+        first_id,
+        banned,
+        keep,
+        at_once,
+        group,
     ):
         # An id's logit is on the one rank that has its column; others read column 0 and mask it out below.
         ids = target[None] if top_ids is None else torch.cat([target[None], top_ids])  # [1 + k, n]
@@ -48,7 +58,7 @@ class _VocabParallelHead(torch.autograd.Function):
         logit = hidden.new_empty(ids.shape, dtype=torch.float32)  # z of the ids
         ctx.kept = []
         ctx.set_materialize_grads(False)
-        for rows in _cut_chunks(len(hidden), len(weight)):
+        for rows in _cut_chunks(len(hidden), len(weight), at_once):
             logits = _compute_logits(hidden[rows], weight, scale, banned)  # [rows, v / tp]
             _keep_support(logits, support, rows, first_id)
             logit[:, rows] = logits.gather(-1, column[:, rows].T).T
@@ -71,7 +81,7 @@ class _VocabParallelHead(torch.autograd.Function):
         top = None
         if top_ids is not None:
             top = (torch.stack([*logit[1:], others[0].clamp_min(_LEAST).log()], -1) - log_total[:, None]).contiguous()
-        ctx.scale, ctx.banned, ctx.first_id = scale, banned, first_id
+        ctx.scale, ctx.banned, ctx.first_id, ctx.at_once = scale, banned, first_id, at_once
         ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy, top, support)
         return logit[0] - log_total, entropy, top  # logits are less the largest one by now
 
@@ -84,7 +94,7 @@ class _VocabParallelHead(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         chunks = ctx.kept[::-1]
         ctx.kept = []
-        for rows in _cut_chunks(len(hidden), len(weight)):
+        for rows in _cut_chunks(len(hidden), len(weight), ctx.at_once):
             # All [rows, v / tp] and in place, since logits are the largest tensors of the pass.
             if chunks:
                 logits = chunks.pop()
@@ -108,7 +118,7 @@ class _VocabParallelHead(torch.autograd.Function):
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
                 _add_product(d_weight, gradient, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 8
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 9
 
 
 def _weigh_probabilities(d_logprob: Tensor, d_entropy: Tensor | None, d_top: Tensor | None, entropy: Tensor, top):
@@ -135,9 +145,9 @@ def _take_out(rows: Tensor, columns: Tensor, local: Tensor) -> Tensor:
     return taken
 
 
-def _cut_chunks(tokens: int, width: int) -> Iterator[slice]:
-    """Cut tokens into chunks of ``_LOGITS_AT_ONCE`` logits, over ``width`` columns each."""
-    size = max(1, _LOGITS_AT_ONCE // width)
+def _cut_chunks(tokens: int, width: int, at_once: int) -> Iterator[slice]:
+    """Cut tokens into chunks of ``at_once`` logits, over ``width`` columns each."""
+    size = max(1, at_once // width)
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
@@ -203,6 +213,7 @@ def score_tokens(
     support: Tensor | None = None,
     banned: tuple[int, ...] = (),
     keep_logits: bool | None = None,
+    at_once: int = KernelMemory.head_logits,
 ) -> TokenOutputs:
     """Score ``n`` targets: their log-probabilities and entropies in nats, the same on every rank of the group.
 
@@ -216,7 +227,7 @@ def score_tokens(
             -1, every id could be.
         banned: ids that are never sampled: they get no probability, and as a target the logprob 0.
         keep_logits: keep them for the backward pass; None does where they are a single chunk.
-        group: the tensor-parallel group.
+        at_once: logits in one chunk of tokens. group: the tensor-parallel group.
 
     Returns:
         ``TokenOutputs`` of shape ``[n]``, in fp32; with ``top_ids`` their logprobs too.
@@ -225,11 +236,11 @@ def score_tokens(
     # Padding is at the end of the vocabulary: without its rows nothing has to be masked.
     real_weight = weight if first_id + len(weight) <= vocab else weight[: vocab - first_id]
     if keep_logits is None:
-        keep_logits = len(hidden) * len(weight) <= _LOGITS_AT_ONCE
+        keep_logits = len(hidden) * len(weight) <= at_once
     keep = keep_logits and torch.is_grad_enabled()
     banned_columns = [token - first_id for token in banned if first_id <= token < first_id + len(real_weight)]
     further = None if top_ids is None else top_ids.T.long()
-    settings = 1 / temperature, first_id, banned_columns, keep, group
+    settings = 1 / temperature, first_id, banned_columns, keep, at_once, group
     logprobs, entropy, top = _VocabParallelHead.apply(hidden, real_weight, target, further, support, *settings)
     if top_ids is not None:
         top = top.masked_fill(torch.nn.functional.pad(top_ids < 0, (0, 1)), 0.0)  # the last column is that of others

@@ -62,7 +62,9 @@ class CudaPlatform(CudaAttention, Platform):
     visible_devices = "CUDA_VISIBLE_DEVICES"
     can_sleep = True
     # torch's fused rms_norm; flash attention's backward expands dk and dv to all heads and sums dq in fp32.
-    kernel_memory = KernelMemory(fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128)
+    kernel_memory = KernelMemory(
+        fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128, head_logits=2**27
+    )
     repeats = False
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # untested: sizes of vllm's flash kernels
     rollout_backends = ("vllm_cuda",)

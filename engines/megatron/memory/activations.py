@@ -10,8 +10,6 @@ from hardware.megatron.form import DeltaNet, Experts, LayerOptions
 from hardware.platform import KernelMemory
 
 FP32 = 4
-_HEAD_LOGITS = 2**25
-"""Logits that the head has at once (engines/megatron/logprobs.py)."""
 
 
 @dataclass(frozen=True)
@@ -243,17 +241,20 @@ def estimate_activations(
 
     The peak is the bytes that autograd keeps plus the larger of two temporary sets. The first is a recomputed layer
     with the buffers of its attention's backward kernel or, where they are more, with the rows of its experts. The
-    second, on the last stage, is the logits of one chunk with their gradient, and the output weight's gradient in fp32
-    and in the weight's type. The first stage adds the vision tower's activations, as if every token were an image's.
-    Gradients between two operators are left out.
+    second, on the last stage, is the logits of one chunk, forward, or backward with their gradient, and the output
+    weight's gradient in fp32 and in the weight's type. The first stage adds the vision tower's activations, as if
+    every token were an image's. Gradients between two operators are left out.
     """
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
     head, is_last, dispatched = 0.0, stage == config.pp - 1, 0.0
     if model.experts and any(options.experts for options in list_stage_options(model, config, stage)):
         dispatched = count_dispatched(model.experts, model.hidden, config) * slots / tp
     if is_last and model.head == "language":
-        head = FP32 * 2 * min(slots * model.vocab / tp, _HEAD_LOGITS)
-        head += (FP32 + size) * model.vocab * model.hidden / tp if trainable else 0.0
+        logits = min(slots * model.vocab / tp, kernels.head_logits)
+        head = 3 * FP32 * logits  # forward: logits, less the largest, and exp of that
+        if trainable:  # backward: logarithms and gradient, then in the weight's type; the weight's gradient, twice
+            gradients = 2 * FP32 + (size if size < FP32 else 0)
+            head = max(head, gradients * logits + (FP32 + size) * model.vocab * model.hidden / tp)
     tower = 0.0
     if model.vision and stage == 0:
         tower = _estimate_tower(model, config, slots, trainable) * (config.pp if trainable else 1)

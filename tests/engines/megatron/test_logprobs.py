@@ -1,7 +1,6 @@
 """Vocabulary-parallel logprobs and entropy, and those of further ids, against log_softmax over the whole vocabulary."""
 
 import itertools
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,16 +15,13 @@ CASES = [(1.0, 0.0, (), 0), (0.7, 0.3, (), 0), (0.7, 0.3, (3, 8, 9), 0), (1.0, 0
 def compare_cases(rank, world, address) -> dict[tuple, list[float]]:
     """Differences of every case, with logits kept or made again, and with so many of them in memory at a time."""
     start_process(rank)
-    from engines.megatron import logprobs
-
     group, found = join_group(rank, world, address), {}
     for case, keep, at_once in itertools.product(CASES, (True, False), (2**25, 20)):
-        with patch.object(logprobs, "_LOGITS_AT_ONCE", at_once):
-            found[*case, keep, at_once] = outputs_and_gradient(rank, world, group, *case, keep)
+        found[*case, keep, at_once] = outputs_and_gradient(rank, world, group, *case, keep, at_once)
     return found
 
 
-def outputs_and_gradient(rank, world, group, temperature, entropy_weight, banned, top, keep) -> list[float]:
+def outputs_and_gradient(rank, world, group, temperature, entropy_weight, banned, top, keep, at_once) -> list[float]:
     """Gradients are taken twice, as from a graph that is retained."""
     import torch.distributed as dist
 
@@ -38,7 +34,7 @@ def outputs_and_gradient(rank, world, group, temperature, entropy_weight, banned
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
     mine = rows.chunk(world)[rank].clone().requires_grad_()
     settings = {"temperature": temperature, "vocab": VOCAB, "keep_logits": keep, "group": group}
-    settings["banned"] = banned
+    settings |= {"banned": banned, "at_once": at_once}
     further, others_weight = draw_top_ids(top, banned, generator), torch.randn(TOKENS, top + 1, generator=generator)
     settings["top_ids"] = further
     out = logprobs.score_tokens(hidden, mine, target, **settings)
@@ -115,11 +111,10 @@ def score_support(rank, world, address, at_once, keep):
     support[4], support[5] = torch.tensor([0, 1, 2, -1]), torch.tensor([7, 8, 9, 10])  # of one rank of two each
     target, weight = support[:, 0].clamp_min(0), torch.randn(2, TOKENS, generator=generator)
     mine = rows.chunk(world)[rank].clone().requires_grad_()
-    with patch.object(logprobs, "_LOGITS_AT_ONCE", at_once):
-        settings = {"temperature": 0.7, "vocab": VOCAB, "keep_logits": keep, "group": group}
-        out = logprobs.score_tokens(hidden, mine, target, support=support, **settings)
-        loss = (out.logprobs * weight[0] + out.entropy * weight[1]).sum()
-        d_hidden, d_mine = torch.autograd.grad(loss, (hidden, mine))
+    settings = {"temperature": 0.7, "vocab": VOCAB, "keep_logits": keep, "group": group, "at_once": at_once}
+    out = logprobs.score_tokens(hidden, mine, target, support=support, **settings)
+    loss = (out.logprobs * weight[0] + out.entropy * weight[1]).sum()
+    d_hidden, d_mine = torch.autograd.grad(loss, (hidden, mine))
     dist.all_reduce(d_hidden, group=group)
 
     whole, states = rows[:VOCAB].double().requires_grad_(), hidden.detach().double().requires_grad_()
