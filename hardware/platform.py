@@ -147,6 +147,8 @@ class Platform(Protocol):
     """Most sequences that its kernels take in one pack; None sets no limit."""
     kernel_memory: KernelMemory
     """Memory that its kernels allocate."""
+    shares_prompts: bool
+    """Whether this project has seen it compute shared prompts rightly, so that they are shared by default."""
     repeats: bool
     """Whether its numbers repeat bit for bit without deterministic settings."""
     rollout_head_dims: tuple[int, ...]

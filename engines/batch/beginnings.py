@@ -53,10 +53,10 @@ class Beginnings:
 def choose_sharing(config: MegatronConfig, platform: Platform) -> str:
     """Return the beginnings that are computed once, "none", "prompts" or "tree", with "auto" resolved.
 
-    "auto" is prompts with layout thd on a platform that the project has run, else none.
+    "auto" is prompts with layout thd on a platform that shares them by default, else none.
     """
     if config.share == "auto":
-        return "none" if platform.proven == "untested" or config.layout != "thd" else "prompts"
+        return "prompts" if platform.shares_prompts and config.layout == "thd" else "none"
     return config.share
 
 

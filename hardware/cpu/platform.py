@@ -44,6 +44,7 @@ class CpuPlatform(Platform):
     attention_backends = ("torch_sdpa", "torch_delta")
     max_pack_sequences = None
     kernel_memory = KernelMemory(copies_output=True)
+    shares_prompts = True
     repeats = True
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_backends = ("vllm_cpu", "vllm_cpu_images", "vllm_cpu_states")

@@ -65,6 +65,7 @@ class CudaPlatform(CudaAttention, Platform):
     kernel_memory = KernelMemory(
         fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128, head_logits=2**27
     )
+    shares_prompts = True
     repeats = False
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # untested: sizes of vllm's flash kernels
     rollout_backends = ("vllm_cuda",)

@@ -59,6 +59,7 @@ class NpuPlatform(NpuLayers, Platform):
     visible_devices = "ASCEND_RT_VISIBLE_DEVICES"
     can_sleep = True  # untested: vllm-ascend's documentation of sleep mode
     kernel_memory = KernelMemory(fuses_norms=True, fuses_swiglu=True, keeps_unrotated=True)  # arguments of *_backward
+    shares_prompts = False
     repeats = False
     rollout_head_dims = (64, 128, 192, 256)  # untested: sizes of the models that vllm-ascend's documentation lists
     rollout_backends = ("vllm_ascend",)
