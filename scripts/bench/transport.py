@@ -99,7 +99,9 @@ def send_stage(worker) -> None:
                 yield from zip(weight.tensors, _split(weight, whole, engine.model), strict=True)
 
     for bucket, last in pack_buckets(export(), SIZE):
-        head = torch.frombuffer(bytearray(pickle.dumps((bucket.entries, bucket.checksum, last))), dtype=torch.uint8)
+        head = torch.frombuffer(
+            bytearray(pickle.dumps((bucket.entries, bucket.checksum, bucket.skipped, last))), dtype=torch.uint8
+        )
         sizes = torch.tensor([head.nbytes, bucket.data.nbytes])
         for work in works:
             work.wait()
@@ -116,20 +118,20 @@ def receive_stages(worker) -> set[str]:
 
     import torch
 
-    from engines.weight_sync import WeightBucket
+    from engines.weight_sync import PieceJoiner, WeightBucket
 
     arrived: Queue = Queue(maxsize=1)
 
     def receive(group) -> None:
-        last = False
+        joiner, last = PieceJoiner(), False
         while not last:
             sizes = torch.empty(2, dtype=torch.int64)
             broadcast(group, sizes).wait()
             head, data = (torch.empty(size, dtype=torch.uint8) for size in sizes.tolist())
             broadcast(group, head).wait()
             broadcast(group, data).wait()
-            entries, checksum, last = pickle.loads(head.numpy().tobytes())
-            arrived.put((WeightBucket(entries, data.numpy(), checksum), last))
+            entries, checksum, skipped, last = pickle.loads(head.numpy().tobytes())
+            arrived.put((joiner.join(WeightBucket(entries, data.numpy(), checksum, skipped=skipped)), last))
 
     threads = [Thread(target=receive, args=(group,)) for group in worker.stage_groups]
     for thread in threads:
@@ -138,8 +140,9 @@ def receive_stages(worker) -> set[str]:
     names, ended = set(), 0
     while ended < len(threads):
         bucket, last = arrived.get(timeout=TIMEOUT.total_seconds())
-        worker.take_weights(bucket.tensors())
-        names |= {name for name, *_ in bucket.entries}
+        if bucket:
+            worker.take_weights(bucket.tensors())
+            names |= {name for name, *_ in bucket.entries}
         ended += last
     worker.end_sync()
     return names
