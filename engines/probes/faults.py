@@ -31,6 +31,7 @@ class Fault:
         spread: parallel size that is 2 where it is planted, of two ranks; empty plants it into one rank.
         model: HuggingFace model_type of a tiny model on which it shows.
         replays: whether it shows only under router replay, which not every platform has.
+        backend: rollout backend whose code it patches; empty where vLLM has the code with every backend.
     """
 
     patches: Callable[[], list[Patch]] | None
@@ -39,6 +40,11 @@ class Fault:
     spread: Literal["", "cp", "ep", "etp"] = ""
     model: str = "qwen2"
     replays: bool = False
+    backend: str = ""
+
+    def can_show(self, platform: Platform) -> bool:
+        """Tell whether the fault can show on a platform: it has the code that the fault patches."""
+        return (platform.records_routes or not self.replays) and self.backend in ("", *platform.rollout_backends)
 
 
 _PLANTED = ExitStack()
@@ -232,6 +238,7 @@ def _backward_drops_a_rank() -> list[Patch]:
 
 
 _late = partial(Fault, found_by="weight sync", where="rollouts")
+_images = partial(Fault, found_by="rollout", where="rollouts", model="gemma3", backend="vllm_cpu_images")
 _mixture = partial(Fault, model="qwen2_moe", spread="ep")
 _glm = partial(Fault, model="glm4_moe", spread="etp")
 FAULTS: dict[str, Fault] = {
@@ -297,10 +304,8 @@ FAULTS: dict[str, Fault] = {
     "gate and up of experts cut as one": _glm(expert_faults.cut_gate_and_up_as_one, "layouts"),
     "a choice of experts without its bias": _glm(expert_faults.choose_without_bias, "layouts"),
     "biases of experts left out of a sync": _glm(sync_faults.send_first_biases, "weight sync"),
-    "a rollout that sees images causally": Fault(
-        form_faults.see_images_causally, "rollout", where="rollouts", model="gemma3"
-    ),
-    "an image cut by a chunk": Fault(form_faults.cut_images, "rollout", where="rollouts", model="gemma3"),
+    "a rollout that sees images causally": _images(form_faults.see_images_causally),
+    "an image cut by a chunk": _images(form_faults.cut_images),
     "a gather whose backward drops a rank": Fault(_backward_drops_a_rank, "gradients", spread="cp"),
 }
 """Name of a fault -> fault."""
@@ -312,7 +317,9 @@ REAL_FAULTS: dict[str, Fault] = {
     "all weights stale": _late(partial(sync_faults.leave_out, "")),
     "stale weights": FAULTS["stale weights"],
     "a tied head left behind": FAULTS["a tied head left behind"],
-    "log_softmax of a large vocabulary": Fault(sync_faults.lose_small_terms, "rollout", where="rollouts"),
+    "log_softmax of a large vocabulary": Fault(
+        sync_faults.lose_small_terms, "rollout", where="rollouts", backend="vllm_cpu"
+    ),
 }
 """Faults that show on a model of any family."""
 

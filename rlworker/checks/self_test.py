@@ -40,12 +40,13 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     config = replace(config, rollout=replace(config.rollout, tp=1))
     with running_ray(2 + config.rollout.devices, config.platform):
         if config.model:
-            faults = list_real_faults(ModelSpec.from_folder(config.model))
+            listed = list_real_faults(ModelSpec.from_folder(config.model))
+            faults = {name: fault for name, fault in listed.items() if fault.can_show(platform)}
             findings += _test_model(config, Path(config.model).name, faults, tell)
             return [*findings, *list_platform_limits(platform)]
-        for kind in dict.fromkeys(fault.model for fault in FAULTS.values()):
+        shown = {name: fault for name, fault in FAULTS.items() if fault.can_show(platform)}
+        for kind in dict.fromkeys(fault.model for fault in shown.values()):
             model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
-            shown = {name: fault for name, fault in FAULTS.items() if platform.records_routes or not fault.replays}
             faults = {name: fault for name, fault in shown.items() if fault.model == kind}
             findings += _test_model(replace(config, model=model), kind, faults, tell)
     return [*findings, *list_platform_limits(platform)]

@@ -197,7 +197,7 @@ def test_a_given_model_is_tested_with_the_faults_that_it_can_show(make_hf_model)
     assert list(list_real_faults(large)) == [*always, "a tied head left behind", "log_softmax of a large vocabulary"]
 
 
-def test_faults_of_replay_are_planted_where_routes_are_recorded(monkeypatch):
+def test_faults_are_planted_where_the_code_is_that_they_change(monkeypatch):
     from rlworker.checks import self_test
 
     planted = {}
@@ -205,7 +205,8 @@ def test_faults_of_replay_are_planted_where_routes_are_recorded(monkeypatch):
     monkeypatch.setattr(self_test, "make_tiny_model", lambda folder, kind: kind)
     monkeypatch.setattr(self_test, "_test_model", lambda config, kind, faults, tell: planted.update(faults) or [])
     of_replay = {"routes of the token before", "routes of the layer before", "cached tokens without routes"}
-    for platform, absent in (("cpu", set()), ("cuda", of_replay)):
+    of_images = {"a rollout that sees images causally", "an image cut by a chunk"}
+    for platform, absent in (("cpu", set()), ("cuda-emulated", set()), ("cuda", of_replay | of_images)):
         planted.clear()
         self_test.run_self_test(CheckConfig(self_test=True, platform=platform), "", print)
         assert set(FAULTS) - set(planted) == absent
