@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hardware.attention.delta_rule import DeltaPlan
 from hardware.attention.mask_spec import MaskSpec
+
+if TYPE_CHECKING:  # models without states load nothing of them
+    from hardware.attention.delta_rule import DeltaPlan
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,11 @@ class AttentionInputs:
     @classmethod
     def build(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
         """Build the inputs from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` takes it."""
-        cos, sin = rotary
-        delta = DeltaPlan.build(spec, cos.device) if any(rule.state for rule in spec.rules) else None
+        (cos, sin), delta = rotary, None
+        if any(rule.state for rule in spec.rules):
+            from hardware.attention.delta_rule import DeltaPlan
+
+            delta = DeltaPlan.build(spec, cos.device)
         if spec.kind == "bshd":
             turned = cos.transpose(1, 2).unsqueeze(3), sin.transpose(1, 2).unsqueeze(3)
             return cls("sbhd", spec, turned, plan, delta=delta)
