@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # as where tiny models are made
 STATES: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 """Layers of a tiny Qwen3.5."""
+PARTLY_TURNED: dict[str, Any] = {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+"""Rotary settings of one that sees images, with heads of 32."""
 
 
 def align_states(model: PreTrainedModel) -> PreTrainedModel:

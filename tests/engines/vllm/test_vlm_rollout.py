@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import rollout_workers
-from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES
+from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
 from support.huggingface import make_batch, measure_differences, measure_versions, name_weights
 from support.models import make_vlm
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
 BY_DEFAULT = ("qwen3_vl", "gemma3")
 """Families whose processes the default run has room for."""
-OTHERS = [family for family in (*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES) if family not in BY_DEFAULT]
+OTHERS = (*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES, *IMAGE_STATE_FAMILIES)
+OTHERS = [family for family in OTHERS if family not in BY_DEFAULT]
 LAST = 4
 """The prompt that ends in an image."""
 
