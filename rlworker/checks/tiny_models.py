@@ -8,7 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlworker.checks.tiny_states import PARTLY_TURNED, STATES, align_states
+from rlworker.checks.tiny_states import PARTLY_TURNED, STATES, align_states, spell_spaces_as_bytes
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
@@ -185,6 +185,8 @@ def make_tiny_vlm(
     saved = save_apart(align_states(AutoModelForImageTextToText.from_config(config)), folder, apart)
     _name_as_released(saved, family)
     tokenizer.save_pretrained(folder)
+    if family == "qwen3_5":
+        spell_spaces_as_bytes(folder)
     _save_processors(folder, family, pixels)
     return saved
 

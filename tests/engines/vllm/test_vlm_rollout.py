@@ -232,7 +232,8 @@ def test_without_the_builder_images_are_read_causally(rollout, measured):
     """Upstream's own fault: were it mended, this would fail, and the builder could go."""
     worker, model, prompts = rollout
     if not any(rule.images for rule in model.rules):
-        assert ask(worker.__ray_call__, _list_parts) == ["CPUAttentionMetadataBuilder", "ExactSampler"]
+        of_states = ["GDNAttentionMetadataBuilder", "StateRuleLayer"] if model.delta else []
+        assert ask(worker.__ray_call__, _list_parts) == ["CPUAttentionMetadataBuilder", *of_states, "ExactSampler"]
         return
     hf = load_huggingface(model)
     send(worker, hf, model)
