@@ -37,6 +37,8 @@ class Family:
         mixes_windows: vLLM knows layers with a window and layers without one.
         has_predictors: a folder may have layers after the last, which predict further tokens. They are neither read nor
             written.
+        kept: how names begin of tensors that a folder may have and that are not trained. A language model is exported
+            with them as they were.
         layer_types: entries that ``layer_types`` of a config may have.
         own_head_dim: heads may have another size than ``hidden_size / num_attention_heads``.
         prefix: prefix of the language model's weights in a saved folder.
@@ -58,6 +60,7 @@ class Family:
     extract_language: Callable[[dict], dict] | None = None
     mixes_windows: bool = False
     has_predictors: bool = False
+    kept: tuple[str, ...] = ()
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     own_head_dim: bool = True
     prefix: str = "model."

@@ -71,6 +71,10 @@ class SafetensorsFolder:
         """Read ``count`` rows of a tensor, from row ``start``, and no others."""
         return self._find_file(name).get_slice(name)[start : start + count]
 
+    def read_kept(self, beginnings: tuple[str, ...]) -> dict[str, Tensor]:
+        """Read every tensor whose name begins as one of ``beginnings``; files are mapped, and no data is copied."""
+        return {name: self[name] for name in self._file_of if name.startswith(beginnings)}
+
     def _find_file(self, name: str):
         path = self._file_of[name]
         if path not in self._open:
@@ -84,6 +88,7 @@ class SafetensorsFolder:
         """
         # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
         names = {n for n in self._file_of if not n.endswith("rotary_emb.inv_freq") and not model.is_predictor(n)}
+        names = {name for name in names if not name.startswith(model.family.kept)}
         optional = model.list_optional_hf_names()
         required = model.list_hf_names() - optional
         missing, extra = sorted(required - names), sorted(names - required - optional)
@@ -159,8 +164,9 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
 
     A file is written once its tensors are there, so that about two files of them are in memory at a time. All have the
     permissions that the umask gives. The configuration and tokenizer are copied from the folder that the model was read
-    from, but for the type of the weights; a critic is written as a token classification with one label. The folder
-    appears under its name once it is whole. A stream without weights (ranks that export nothing) writes nothing.
+    from, but for the type of the weights, and so are the tensors that its family keeps; a critic is written without
+    them, as a token classification with one label. The folder appears under its name once it is whole. A stream without
+    weights (ranks that export nothing) writes nothing.
 
     Args:
         weights: ``(HF name, tensor)`` of every weight of the model, once each.
@@ -173,20 +179,22 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     """
     from safetensors.torch import save_file
 
-    stream, buffers = iter(weights), model.buffers
+    stream, kept = iter(weights), {}
     if (first := next(stream, None)) is None:
         return []
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
     shutil.rmtree(target, ignore_errors=True)  # a killed save may have left it
     target.mkdir(parents=True)
-    split = _split_into_files(model, first[1].element_size(), shard_bytes)
+    if model.head == "language" and model.family.kept:
+        kept = SafetensorsFolder(model.folder).read_kept(model.family.kept)
+    split = _split_into_files(model, first[1].element_size(), kept, shard_bytes)
     pending, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()
-    for name, tensor in chain([first], stream):
+    for name, tensor in chain([first], stream, kept.items()):
         if (file := split.tensor_to_filename.pop(name, None)) is None:
             raise ValueError(f"model: {name!r} is exported twice, or is no weight of {model.model_type!r}")
         pending[file][name] = tensor.detach().cpu().clone().contiguous()
         total += tensor.nbytes
-        dtypes |= set() if name in buffers else {tensor.dtype}
+        dtypes |= set() if name in model.buffers or name in kept else {tensor.dtype}
         if len(pending[file]) == len(split.filename_to_tensors[file]):
             save_file(pending.pop(file), target / file, metadata={"format": "pt"})
             (target / file).chmod(target.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
@@ -201,15 +209,16 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
-def _split_into_files(model: ModelSpec, itemsize: int, shard_bytes: int) -> StateDictSplit:
-    """Plan the file of each tensor, with layers in order, for tensors of one type."""
+def _split_into_files(model: ModelSpec, itemsize: int, kept: dict[str, Tensor], shard_bytes: int) -> StateDictSplit:
+    """Plan the file of each tensor, with layers in order, for weights of one type and tensors that are kept."""
 
     def place(name: str) -> list[tuple[int, str]]:  # layer 2 before layer 10
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
-    sizes = {name: math.prod(model.find_hf_shape(name)) * itemsize for name in sorted(model.list_hf_names(), key=place)}
+    sizes = {name: math.prod(model.find_hf_shape(name)) * itemsize for name in model.list_hf_names()}
+    sizes |= {name: tensor.nbytes for name, tensor in kept.items()}
     return split_state_dict_into_shards_factory(
-        sizes,
+        {name: sizes[name] for name in sorted(sizes, key=place)},
         get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,

@@ -94,7 +94,7 @@ class ModelSpec(DecoderSizes):
             vision=vision,
         )
         if vision:
-            vision.check_language(spec.hidden, spec.head_dim, spec.vocab, path)
+            vision.check_language(spec.hidden, spec.rotary_dim, spec.vocab, path)
         return spec
 
     def move_here(self) -> "ModelSpec":

@@ -58,7 +58,7 @@ def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
         start_token=config["vision_start_token_id"],
         end_token=config["vision_end_token_id"],
         pad_token=config.get("vision_token_id"),
-        axes=_axes(rope, path),
+        axes=_axes(rope, tower, path),
     )
 
 
@@ -85,7 +85,7 @@ def _read_rope(text: dict) -> dict:
     return rope if isinstance(rope, dict) else {}
 
 
-def _axes(rope: dict, path: Path) -> tuple[int, ...]:
+def _axes(rope: dict, tower: Tower, path: Path) -> tuple[int, ...]:
     """Read the axis that turns each of the ``head_dim / 2`` frequencies: 0 time, 1 height, 2 width.
 
     They come in sections, or interleaved: time, height, width, time, ... as far as each section reaches.
@@ -93,7 +93,12 @@ def _axes(rope: dict, path: Path) -> tuple[int, ...]:
     sections = rope.get("mrope_section")
     if not isinstance(sections, list) or not fits(list[int], sections) or len(sections) != 3 or min(sections) < 0:
         raise ValueError(f"model: {path} has mrope_section {sections!r}, expected three whole numbers")
-    if not rope.get("mrope_interleaved"):
+    if bool(interleaved := rope.get("mrope_interleaved", False)) != tower.interleaves:
+        raise ValueError(
+            f"model: {path} has mrope_interleaved {interleaved!r}, expected {tower.interleaves}: transformers computes "
+            "so in any event"
+        )
+    if not tower.interleaves:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
     axes = [0] * sum(sections)  # time has what height and width leave
     for axis in (1, 2):

@@ -22,6 +22,7 @@ class Tower:
         needed: keys that ``vision_config`` must have.
         activation: the only ``hidden_act`` that it may have.
         gated: its MLPs have a gate and its norms are RMS norms; else neither.
+        interleaves: rotary frequencies of the three axes are interleaved; else they lie in sections.
         weights: gives each weight's name in the module and its shape, in the order of the modules.
         read: reads the tower from a whole ``config.json``; raises ValueError for a key that is missing, has a wrong
             type or asks for something that is not built.
@@ -40,6 +41,7 @@ class Tower:
     gated: bool
     weights: Callable[[VisionSpec], dict[str, tuple[int, ...]]]
     read: Callable[[dict, Tower, Path], VisionSpec]
+    interleaves: bool = False
     runner: str = "engines.megatron.vision.towers:QwenTower"
     margin: str = ""
     video_processor: str = ""
@@ -91,16 +93,16 @@ class VisionSpec:
     side: int | None = None
     norm_eps: float = 1e-6
 
-    def check_language(self, hidden: int, head_dim: int, vocab: int, path: Path) -> None:
+    def check_language(self, hidden: int, rotary_dim: int, vocab: int, path: Path) -> None:
         """Raise ValueError where the tower does not fit a language model of these sizes."""
         if self.out != hidden:
             raise ValueError(
                 f"model: {path} has vision_config.out_hidden_size {self.out}, expected hidden_size {hidden}"
             )
-        if self.axes and len(self.axes) != head_dim // 2:
+        if self.axes and len(self.axes) != rotary_dim // 2:
             raise ValueError(
-                f"model: {path} has an mrope_section of {len(self.axes)} frequencies in all, expected {head_dim // 2}, "
-                "half of a head"
+                f"model: {path} has an mrope_section of {len(self.axes)} frequencies in all, expected "
+                f"{rotary_dim // 2}, half of what turns of a head"
             )
         if self.banned_tokens[-1] >= vocab:
             raise ValueError(

@@ -46,7 +46,7 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
     },
     "vllm_cpu_states": _CPU
     | {
-        "images": Cell(False, "no model has images and states, and nobody compared them", "vllm_cpu_images"),
+        "images": Cell(False, "no model has images both ways and states, and nobody compared them", "vllm_cpu_images"),
         "state": Cell(
             True,
             "the trainer's own arithmetic over vLLM's cache of states, which begin anew with each request",

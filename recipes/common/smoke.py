@@ -9,7 +9,7 @@ from recipes.common import squares
 from recipes.common.addition import make_expert_model, make_model, make_tokenizer, write_rows
 from recipes.common.sizes import fit_to_model, fit_to_node
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
-from rlworker.checks.tiny_models import IMAGE_TOKENS, TinyVlm, make_tiny_vlm
+from rlworker.checks.tiny_models import IMAGE_TOKENS, VIDEO_FAMILIES, TinyVlm, make_tiny_vlm
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _DRAWN = ("temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
@@ -129,7 +129,7 @@ def _shrink_parts(config: RecipeConfig | SftRecipeConfig) -> dict:
 
 def _make_rows(folder: Path, kind: TinyVlm) -> Path:
     """Write rows with images; every second one has a video instead, where the model is shown any."""
-    if kind not in ("qwen3_vl", "qwen3_vl_moe"):
+    if kind not in VIDEO_FAMILIES:
         return squares.make_data(folder, _ROWS)
     parts = {}
     for seed, (name, count) in enumerate(_ROWS.items()):

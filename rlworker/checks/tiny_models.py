@@ -8,15 +8,17 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlworker.checks.tiny_states import STATES, align_states
+from rlworker.checks.tiny_states import PARTLY_TURNED, STATES, align_states, spell_spaces_as_bytes
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
-TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl"]
+TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "internvl"]
 TinyText = Literal["qwen2", "mistral", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_text"]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
+VIDEO_FAMILIES: tuple[TinyVlm, ...] = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+"""Families that are shown videos; all have Qwen3-VL's processor."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 """Qwen's tokens for images: start, image, end and video."""
@@ -48,7 +50,7 @@ _VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 2},
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
-_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+_VISION |= {"qwen3_vl_moe": _VISION["qwen3_vl"], "qwen3_5": {"depth": 2, "num_position_embeddings": 16}}
 _GEMMA_LANGUAGE: dict[str, Any] = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,  # the scores' scale is not that of the head's size
@@ -72,7 +74,7 @@ _GEMMA_VISION: dict[str, Any] = {
 _INTERN_VISION = _GEMMA_VISION | {"attention_bias": True, "layer_scale_init_value": 0.5}
 del _INTERN_VISION["vision_use_head"]
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor"}
-_PROCESSORS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "Qwen3VLProcessor")
+_PROCESSORS |= dict.fromkeys(VIDEO_FAMILIES, "Qwen3VLProcessor")
 _PATCH, _MERGE = 14, 2
 _FULL_FRAMES = 4
 """Number of video frames that may each have as many pixels as an image."""
@@ -80,8 +82,6 @@ _TIME_CHARACTERS = "<.0123456789> second"
 _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen2_5_vl": ((r"^model\.visual\.", "visual."),),
     "qwen2_vl": ((r"^model\.visual\.", "visual."),),
-    "qwen3_vl": (),
-    "qwen3_vl_moe": (),
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
     "internvl": ((r"^model\.", ""), (r"^lm_head\.", "language_model.lm_head.")),
 }
@@ -156,10 +156,12 @@ def make_tiny_vlm(
     if own := {"gemma3": _make_tiny_gemma, "internvl": _make_tiny_intern}.get(family):
         return own(folder, tokenizer, vocab, seed, tied, language or {}, vision or {}, apart)
     rope, heads = _ROPE | {"mrope_section": [8, 4, 4]}, {}
-    if family in ("qwen3_vl", "qwen3_vl_moe"):
+    if family in VIDEO_FAMILIES:
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
     if family == "qwen3_vl_moe":
         heads |= _EXPERTS
+    if family == "qwen3_5":
+        heads |= STATES | {"rope_parameters": rope | PARTLY_TURNED}
     start, image, end, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
     ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     text = _LANGUAGE | {"vocab_size": vocab, "rope_parameters": rope} | ends | heads
@@ -180,9 +182,11 @@ def make_tiny_vlm(
         video_token_id=video,
         tie_word_embeddings=tied,
     )
-    saved = save_apart(AutoModelForImageTextToText.from_config(config), folder, apart)
+    saved = save_apart(align_states(AutoModelForImageTextToText.from_config(config)), folder, apart)
     _name_as_released(saved, family)
     tokenizer.save_pretrained(folder)
+    if family == "qwen3_5":
+        spell_spaces_as_bytes(folder)
     _save_processors(folder, family, pixels)
     return saved
 
@@ -198,7 +202,7 @@ def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int]) -
         "image_std": [0.5, 0.5, 0.5],
     }
     kinds = {"preprocessor_config.json": ({"image_processor_type": "Qwen2VLImageProcessor"}, 1)}
-    if family in ("qwen3_vl", "qwen3_vl_moe"):  # its limits are those of all frames together
+    if family in VIDEO_FAMILIES:  # its limits are those of all frames together
         kinds["video_preprocessor_config.json"] = ({"video_processor_type": "Qwen3VLVideoProcessor"}, _FULL_FRAMES)
     for name, (kind, frames) in kinds.items():
         size = {"size": {"shortest_edge": pixels[0], "longest_edge": frames * pixels[1]}}
@@ -297,15 +301,9 @@ def _name_tokens(tokenizer: Any, names: dict[str, str]) -> Any:
     """Make the same tokenizer, with the token names that transformers' processors look for."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        unk_token=tokenizer.unk_token,
-        pad_token=tokenizer.pad_token,
-        chat_template=tokenizer.chat_template,
-        extra_special_tokens=names,
-    )
+    kept = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")
+    settings = {key: getattr(tokenizer, key) for key in kept}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, extra_special_tokens=names, **settings)
 
 
 def _name_as_released(folder: str, family: str) -> None:
@@ -320,7 +318,7 @@ def _name_as_released(folder: str, family: str) -> None:
     path = Path(folder, "model.safetensors")
     weights = {}
     for name, tensor in load_file(path).items():
-        for saved, released in _RELEASED[family]:
+        for saved, released in _RELEASED.get(family, ()):
             name = re.sub(saved, released, name)
         is_turned = family == "qwen3_vl_moe" and ".experts." in name
         weights[name] = tensor.transpose(1, 2).contiguous() if is_turned else tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # as where tiny models are made
@@ -10,6 +12,8 @@ if TYPE_CHECKING:  # as where tiny models are made
 STATES: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 """Layers of a tiny Qwen3.5."""
+PARTLY_TURNED: dict[str, Any] = {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+"""Rotary settings of one that sees images, with heads of 32."""
 
 
 def align_states(model: PreTrainedModel) -> PreTrainedModel:
@@ -31,3 +35,19 @@ def align_states(model: PreTrainedModel) -> PreTrainedModel:
             net.conv1d.weight.normal_(std=0.2)[..., -1] += 1.0
             net.A_log.uniform_(0.01, 0.5).log_()
     return model
+
+
+def spell_spaces_as_bytes(folder: str | Path) -> None:
+    """Spell the space as a byte in a saved tokenizer, as in GPT-2's.
+
+    By the model's type transformers' AutoTokenizer, which vLLM takes, cuts texts by Qwen3.5's own rules, whatever the
+    folder says. It finds the tokens of a video's time only where a space is spelled so.
+    """
+    path, byte = Path(folder, "tokenizer.json"), "\u0120"
+    saved = json.loads(path.read_text())
+    saved["model"]["vocab"][byte] = saved["model"]["vocab"].pop(" ")
+    saved["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": byte}
+    if saved["decoder"]:
+        back = {"type": "Replace", "pattern": {"String": byte}, "content": " "}
+        saved["decoder"] = {"type": "Sequence", "decoders": [saved["decoder"], back]}
+    path.write_text(json.dumps(saved))

@@ -50,6 +50,7 @@ SMOKES = [
     *((name, ()) for name in MIXTURES),
     *((name, NPU) for name in ON_NPU),
     ("images.grpo_geo3k", ("--smoke-model", "qwen3_vl")),
+    ("images.grpo_geo3k", ("--smoke-model", "qwen3_5")),
     ("images.sft_vlm", ("--smoke-model", "qwen3_vl")),
     ("images.ppo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("images.ppo_geo3k", GEMMA),

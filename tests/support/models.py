@@ -6,6 +6,8 @@
 from pathlib import Path
 from typing import Any
 
+from support.factors import IMAGE_STATE_FAMILIES
+
 from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 from rlworker.checks.tiny_states import STATES
 
@@ -53,6 +55,9 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-dense": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False}),
 }
 """Name -> HF model_type and the settings that differ."""
+MODERATE_WEIGHTS = {"initializer_range": 0.04}
+"""Of a model with images and states, whose outputs are normed: by larger weights HuggingFace's own gradients in fp32
+are 1.7e-6 off."""
 
 
 def make_language_model(folder: Path, name: str, tied: bool) -> str:
@@ -74,10 +79,11 @@ def make_critic(folder: Path, language_model: str) -> str:
 
 
 def make_vlm(folder: Path, family: str, tied: bool = False, **language: Any) -> str:
-    """Save a vision-language model of one of ``IMAGE_FAMILIES`` or ``IMAGE_EXPERT_FAMILIES``, image tokens from 90 on.
+    """Save a vision-language model of a family with images, image tokens from 90 on.
 
     Args:
         language: settings of the language model that differ.
     """
-    settings: dict[str, Any] = {"language": LARGE_WEIGHTS | language, "vision": LARGE_WEIGHTS}
+    scale = MODERATE_WEIGHTS if family in IMAGE_STATE_FAMILIES else LARGE_WEIGHTS
+    settings: dict[str, Any] = {"language": scale | language, "vision": LARGE_WEIGHTS}
     return make_tiny_vlm(folder, family, make_bare_tokenizer(89), VOCAB, tied=tied, **settings)

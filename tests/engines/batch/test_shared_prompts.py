@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from support.factors import FAMILIES, IMAGE_FAMILIES, PLATFORMS, STATE_FAMILIES, parse_size
+from support.factors import FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES, PLATFORMS, STATE_FAMILIES, parse_size
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan, start_process
 from support.ranks.pool import draw_address
@@ -147,7 +147,7 @@ def make_images_batch(tmp_path_factory):
     return partial(make_grouped_images, [*paths, str(folder / "other.png")])
 
 
-@pytest.mark.parametrize("family", in_large(IMAGE_FAMILIES, ["qwen3_vl"]))
+@pytest.mark.parametrize("family", in_large(IMAGE_FAMILIES + IMAGE_STATE_FAMILIES, ["qwen3_vl"]))
 def test_every_family_with_images(one_rank, tmp_path, make_images_batch, measured, family):
     """A group about another image of the same size, after the same ids, is another group.
 
@@ -169,6 +169,9 @@ def test_every_family_with_images(one_rank, tmp_path, make_images_batch, measure
         ("CP2", "qwen3_vl", "cuda-emulated"),
         ("TP2-PP2", "qwen3_vl", "npu-emulated"),
         ("TP2-PP2", "qwen2_5_vl", "npu-emulated"),
+        ("CP2", "qwen3_5", "cpu"),
+        ("TP2-PP2", "qwen3_5", "cpu"),
+        ("CP2", "qwen3_5", "cuda-emulated"),
     ],
 )
 def test_images_over_ranks(pool_of, tmp_path, make_images_batch, measured, size, family, platform):

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import IMAGE_FAMILIES, TWO_RANKS, parse_size
+from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES, TWO_RANKS, parse_size
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
@@ -100,6 +100,12 @@ def test_planned_bytes_of_experts_and_shared_heads(pool_of, make_hf_model, size,
     for rank in pool_of(size).run(bytes_held, draw_address(), make_hf_model(family, False), settings, "language"):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("size", "frozen"), [("TP2", "vision"), ("PP2", "")])
+def test_planned_bytes_where_a_model_with_images_has_states(two_ranks, tmp_path, size, frozen):
+    test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, size, IMAGE_STATE_FAMILIES[0], frozen)
 
 
 @matrix(

@@ -275,3 +275,40 @@ def test_the_widest_type_is_named_in_every_part_that_names_one(tmp_path):
         loaded = AutoModelForImageTextToText.from_pretrained(target)
         assert all(p.dtype == getattr(torch, wanted) for p in loaded.parameters())
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+
+
+def test_what_predicts_further_tokens_is_kept_byte_for_byte(make_hf_model, tmp_path):
+    """Of whatever type, as released beside weights that are trained in another; its numbers need not even be finite."""
+    folder, target, critic = tmp_path / "released", tmp_path / "trained", tmp_path / "critic"
+    shutil.copytree(make_hf_model("qwen3_5_text", False), folder)
+    weights = load_file(folder / "model.safetensors")
+    further = {
+        "mtp.fc.weight": torch.randn(8, 16).bfloat16(),
+        "mtp.layers.0.mlp.up_proj.weight": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "mtp.norm.weight": torch.tensor([-0.0, float("nan"), float("inf"), 1e-40]),
+    }
+    save_file(further, folder / "further.safetensors", metadata={"format": "pt"})
+    spec = ModelSpec.from_folder(folder)
+    check(folder)
+    trained = {name: tensor + 1 for name, tensor in weights.items()}
+    save_hf_folder(iter(trained.items()), spec, str(target), 400_000)
+    found = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == trained.keys() | further.keys()
+    assert all(torch.equal(found[name], trained[name]) for name in trained)
+    for name, tensor in further.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert json.loads((target / INDEX).read_text())["weight_map"].keys() == found.keys()
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32", "that of the weights that learn"
+    check(target)
+    assert all(torch.equal(p, trained[name]) for name, p in load(target).named_parameters())
+    heads = {"score.weight": torch.ones(1, spec.hidden), "score.bias": torch.ones(1)}
+    body = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"} | heads
+    save_hf_folder(iter(body.items()), ModelSpec.from_folder(folder, "value"), str(critic), 10**9)
+    assert load_file(critic / "model.safetensors").keys() == body.keys()
+
+
+def test_only_a_family_that_keeps_them_takes_what_predicts_further_tokens(copied):
+    change(copied, **{"mtp.fc.weight": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"unexpected \['mtp.fc.weight'\] \(1 in all\)"):
+        check(copied)

@@ -1,6 +1,7 @@
 """Qwen3.5's config.json: layers with a state, their sizes, and what is refused by name."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ CONFIG = json.loads("""{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "
     "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
     "rope_theta": 10000000, "rope_type": "default"}, "tie_word_embeddings": false, "use_cache": true}""")
 """A config.json of the sizes that are transformers' defaults, those of Qwen3.5-9B."""
+SEEING: dict = json.loads("""{"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+    "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    "tie_word_embeddings": false, "vision_config": {"deepstack_visual_indexes": [], "depth": 27, "hidden_size": 1152,
+        "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304,
+        "model_type": "qwen3_5", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}""")
+SEEING["text_config"] = CONFIG | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
+"""The whole of one that sees images, as such folders nest it."""
 
 
 def read(folder: Path, **changes) -> ModelSpec:
@@ -113,3 +122,61 @@ def test_a_rollout_that_cannot_be_cut(tmp_path):
         ValueError, match="rollout: tp=4 does not divide the model's 2 key heads of layers with a state"
     ):
         VllmConfig(tp=4).check_model(spec)
+
+
+# -- with images
+
+
+def read_seeing(folder: Path, **changes) -> ModelSpec:
+    """Read ``SEEING`` with other settings of a part, ``text`` or ``vision``."""
+    parts = {f"{part}_config": SEEING[f"{part}_config"] | change for part, change in changes.items()}
+    (folder / "config.json").write_text(json.dumps(SEEING | parts))
+    return ModelSpec.from_folder(folder)
+
+
+def test_what_sees_is_the_language_model_with_a_tower(tmp_path):
+    """Of the same weights, one folder further in; a tower without features of inner layers; three axes of a quarter of
+    a head."""
+    spec, text = read_seeing(tmp_path), read(tmp_path)
+    tower = sum(
+        math.prod(spec.find_hf_shape(name)) for name in spec.list_hf_names() if name.startswith("model.visual.")
+    )
+    assert spec.count_weights() - tower == text.count_weights() and tower == 456_010_480
+    inner = {name.replace("model.", "model.language_model.", 1) for name in text.list_hf_names() - {"lm_head.weight"}}
+    assert inner | {"lm_head.weight"} == {n for n in spec.list_hf_names() if not n.startswith("model.visual.")}
+    assert (spec.rules, spec.rotary_dim, spec.vision.deepstack) == (text.rules, 64, 0)
+    assert [spec.vision.axes.count(axis) for axis in range(3)] == [11, 11, 10]
+    assert spec.vision.axes[:6] == (0, 1, 2) * 2 and spec.vision.axes[-2:] == (0, 1)
+
+
+def test_a_tower_is_built_from_settings_as_released(tmp_path):
+    """They name a kind of tower that transformers does not know, and a list of no inner layers."""
+    import torch
+
+    from engines.megatron.vision.towers import QwenTower
+
+    small = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
+    vision = read_seeing(tmp_path, vision=small, text={"hidden_size": 64}).vision
+    tower = QwenTower.build(vision, torch.float32)
+    names = {f"vision.{name}": tuple(tensor.shape) for name, tensor in tower.named_parameters()}
+    assert names == {weight.name: next(iter(weight.tensors.values())) for weight in vision.weights()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision": {"deepstack_visual_indexes": [8]}}, r"deepstack_visual_indexes \[8\], expected none"),
+        ({"vision": {"out_hidden_size": 2048}}, "out_hidden_size 2048, expected hidden_size 4096"),
+        ({"text": {"rope_parameters": CONFIG["rope_parameters"] | {"mrope_interleaved": False}}}, "expected True: tra"),
+        (
+            {"text": {"rope_parameters": CONFIG["rope_parameters"] | {"partial_rotary_factor": 0.5}}},
+            "expected 64, half",
+        ),
+        ({"text": {"rope_parameters": CONFIG["rope_parameters"] | {"rope_type": "yarn"}}}, "scaled rotary embeddings"),
+        ({"text": {"attn_output_gate": False}}, "attn_output_gate False, expected True"),
+    ],
+    ids=range(6),
+)
+def test_what_is_not_built_of_images_is_named(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_seeing(tmp_path, **changes)

@@ -4,10 +4,11 @@ import copy
 import json
 import math
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES
+from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
 from support.models import make_vlm
 from support.ranks.vlm_cases import QWEN2_5_VL_7B, name_part
 
@@ -33,7 +34,7 @@ def test_a_folder_from_before_text_config(tmp_path):
     assert sum(map(math.prod, shapes.values())) == 676_550_144, "of the tower of Qwen2.5-VL-7B"
 
 
-@pytest.mark.parametrize("family", [*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES])
+@pytest.mark.parametrize("family", [*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES, *IMAGE_STATE_FAMILIES])
 def test_names_and_shapes_are_those_of_the_saved_model(tmp_path, family):
     from safetensors import safe_open
 
@@ -44,17 +45,19 @@ def test_names_and_shapes_are_those_of_the_saved_model(tmp_path, family):
     assert {name: spec.find_part(name) for name in shapes} == {name: name_part(name) for name in shapes}
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+ROTARY = {"qwen2_5_vl": "Qwen2_5_VLRotaryEmbedding", "qwen3_vl": "Qwen3VLTextRotaryEmbedding"}
+ROTARY["qwen3_5"] = "Qwen3_5TextRotaryEmbedding"
+
+
+@pytest.mark.parametrize("family", ROTARY)
 def test_interleaved_and_sectioned_axes_are_those_of_transformers(tmp_path, family):
     """Each frequency's axis, found from the angles that transformers itself computes."""
     import torch
     from transformers import AutoConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
     folder = make_vlm(tmp_path, family)
     config = AutoConfig.from_pretrained(folder).text_config
-    rotary = (Qwen3VLTextRotaryEmbedding if family == "qwen3_vl" else Qwen2_5_VLRotaryEmbedding)(config)
+    rotary = resolve_name(f"transformers.models.{family}.modeling_{family}:{ROTARY[family]}")(config)
     axes = ModelSpec.from_folder(folder).vision.axes
     for axis in range(3):
         positions = torch.zeros(3, 1, 1, dtype=torch.long)
@@ -80,6 +83,10 @@ def test_interleaved_and_sectioned_axes_are_those_of_transformers(tmp_path, fami
         ({"vision_config.out_hidden_size": 4096}, "has vision_config.out_hidden_size 4096, expected hidden_size 3584"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 25]}}, "of 65 frequencies in all, expected 64"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mrope_section": [16, 24, 24]}}, "has scaled rotary embedd"),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24], "mrope_interleaved": True}},
+            "has mrope_interleaved True, expected False: transformers computes so in any event",
+        ),
         ({"rope_scaling": {"type": "mrope"}}, "has mrope_section None, expected three whole numbers"),
         ({"image_token_id": 152064}, "has an image token 152064, expected one below vocab_size 152064"),
         ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "expected ['Qwen2_5_VLForConditionalGeneration']"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support import rollout_workers
-from support.factors import VIDEO_FAMILIES
+from support.factors import IMAGE_STATE_FAMILIES, VIDEO_FAMILIES
 from support.huggingface import measure_differences
 from support.ranks.vlm_cases import IMAGE_SIZES, make_images, make_prompts, make_videos
 from support.rollout_workers import draw
@@ -28,7 +28,10 @@ ROWS = ((SHORT,), (), (0, LONG), (FILE, 1, SHORT), (LONG,))
 """A video; text; an image and a video that lasts longer than it is wide; both around an image; the long one again."""
 
 
-@pytest.fixture(scope="module", params=VIDEO_FAMILIES)
+LARGE = [pytest.param(family, marks=pytest.mark.large) for family in IMAGE_STATE_FAMILIES]
+
+
+@pytest.fixture(scope="module", params=[*VIDEO_FAMILIES, *LARGE])
 def model(request, tmp_path_factory):
     return ModelSpec.from_folder(make_tiny_model(tmp_path_factory.mktemp(request.param), request.param))
 

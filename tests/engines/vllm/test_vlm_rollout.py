@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import rollout_workers
-from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES
+from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
 from support.huggingface import make_batch, measure_differences, measure_versions, name_weights
 from support.models import make_vlm
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
 BY_DEFAULT = ("qwen3_vl", "gemma3")
 """Families whose processes the default run has room for."""
-OTHERS = [family for family in (*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES) if family not in BY_DEFAULT]
+OTHERS = (*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES, *IMAGE_STATE_FAMILIES)
+OTHERS = [family for family in OTHERS if family not in BY_DEFAULT]
 LAST = 4
 """The prompt that ends in an image."""
 
@@ -231,7 +232,8 @@ def test_without_the_builder_images_are_read_causally(rollout, measured):
     """Upstream's own fault: were it mended, this would fail, and the builder could go."""
     worker, model, prompts = rollout
     if not any(rule.images for rule in model.rules):
-        assert ask(worker.__ray_call__, _list_parts) == ["CPUAttentionMetadataBuilder", "ExactSampler"]
+        of_states = ["GDNAttentionMetadataBuilder", "StateRuleLayer"] if model.delta else []
+        assert ask(worker.__ray_call__, _list_parts) == ["CPUAttentionMetadataBuilder", *of_states, "ExactSampler"]
         return
     hf = load_huggingface(model)
     send(worker, hf, model)

@@ -53,6 +53,7 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
         pytest.param("gemma3", MegatronConfig(ranks=2, cp=2), marks=pytest.mark.large),
         pytest.param("qwen2_5_vl", MegatronConfig(ranks=2, pp=2), marks=pytest.mark.product),
         pytest.param("qwen3_vl", MegatronConfig(ranks=4, cp=2, tp=2), marks=pytest.mark.large),
+        pytest.param("qwen3_5", MegatronConfig(ranks=4, cp=2, tp=2), marks=pytest.mark.large),
         pytest.param("qwen2_5_vl", MegatronConfig(ranks=2, tp=2), marks=pytest.mark.product),
         pytest.param("qwen3_vl", MegatronConfig(ranks=2), marks=pytest.mark.product),
     ],

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.factors import IMAGE_FAMILIES
+from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
 from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.engines_cases import make_batch
@@ -124,7 +124,9 @@ def test_language_model(make_hf_model, family, tied):
     check(ModelSpec.from_folder(make_hf_model(family, tied)), batch, [[]] * len(batch))
 
 
-@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*IMAGE_FAMILIES, *(pytest.param(f, marks=pytest.mark.large) for f in IMAGE_STATE_FAMILIES)]
+)
 def test_model_that_sees_images(tmp_path, family):
     spec, paths = ModelSpec.from_folder(make_vlm(tmp_path / "model", family)), make_images(tmp_path)
     batch = make_vlm_batch(spec, paths, ROWS)

@@ -36,6 +36,7 @@ TOWER = Tower(
     needed=(*TOWER_KEYS, "num_position_embeddings", "deepstack_visual_indexes"),
     activation="gelu_pytorch_tanh",
     gated=False,
+    interleaves=True,
     weights=list_tower_weights,
     read=read_vision,
     video_processor="Qwen3VLVideoProcessor",

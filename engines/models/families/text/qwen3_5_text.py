@@ -120,4 +120,5 @@ FAMILY = Family(
     # transformers' own, where a config leaves them out (Qwen3_5TextConfig, 5.19)
     defaults={_TAPS: 4, _INTERVAL: 4, PARTIAL_ROTARY: 0.25},
     layer_types=_KINDS,
+    kept=("mtp.",),  # layers that predict further tokens; transformers and vLLM's policy leave them out
 )

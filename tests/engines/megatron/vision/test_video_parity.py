@@ -1,7 +1,7 @@
 """Videos through Megatron against HuggingFace run one sequence at a time, in fp32, beside images and text."""
 
 import pytest
-from support.factors import IMAGE_EXPERT_FAMILIES, LAYOUTS, SIZES, VIDEO_FAMILIES, parse_size
+from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_STATE_FAMILIES, LAYOUTS, SIZES, VIDEO_FAMILIES, parse_size
 from support.models import make_vlm
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import IMAGE_SIZES, make_images, make_videos, run_vlm_case
@@ -12,7 +12,7 @@ ROWS = ((SHORT,), (), (0, LONG), (FILE, 1, SHORT), (LONG,))
 """Text; a video by itself, and between images; one that lasts longer than it is wide, in two sequences."""
 CASES = [(size, layout) for size in SIZES for layout in LAYOUTS]
 DEFAULT = (("one", "thd"), ("TP2", "thd"), ("CP2", "bshd"))
-LARGE = [pytest.param(family, marks=pytest.mark.large) for family in IMAGE_EXPERT_FAMILIES]
+LARGE = [pytest.param(family, marks=pytest.mark.large) for family in IMAGE_EXPERT_FAMILIES + IMAGE_STATE_FAMILIES]
 
 
 @pytest.fixture(scope="module")

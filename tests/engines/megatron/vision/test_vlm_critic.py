@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import IMAGE_FAMILIES, LAYOUTS, parse_size
+from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES, LAYOUTS, parse_size
 from support.huggingface import name_gradients
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
@@ -85,6 +85,12 @@ def critics(tmp_path_factory):
         return made[family]
 
     return make
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states(pool_of, critics, measured, layout):
+    test_parity(pool_of, critics, measured, "PP2", IMAGE_STATE_FAMILIES[0], layout)
 
 
 @matrix({"size": ("one", "PP2"), "family": IMAGE_FAMILIES, "layout": LAYOUTS})

@@ -3,7 +3,16 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import EXPERT_SIZES, IMAGE_FAMILIES, LAYOUTS, PLATFORMS, RECOMPUTE, SIZES, parse_size
+from support.factors import (
+    EXPERT_SIZES,
+    IMAGE_FAMILIES,
+    IMAGE_STATE_FAMILIES,
+    LAYOUTS,
+    PLATFORMS,
+    RECOMPUTE,
+    SIZES,
+    parse_size,
+)
 from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.pool import draw_address
@@ -107,6 +116,33 @@ def test_experts(pool_of, images, experts, measured, size, layout, platform):
     settings = parse_size(size) | {"layout": layout, "optimizer": OPTIMIZER, "steps": 3}
     ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings, platform)
     check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_vl_moe {layout} {platform}")
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory, images):
+    """A model of which most layers have a state, and its reference after three steps."""
+    folder = make_vlm(tmp_path_factory.mktemp("states"), IMAGE_STATE_FAMILIES[0])
+    return folder, compute_vlm_reference(folder, images, steps=3)
+
+
+WITH_STATES = [
+    pytest.param(size, layout, platform, marks=() if (size, layout) == ("one", "thd") else pytest.mark.large)
+    for platform in PLATFORMS
+    for size in (SIZES if platform == "cpu" else ("CP2",))
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("size", "layout", "platform"), WITH_STATES)
+def test_states(pool_of, images, states, measured, size, layout, platform):
+    """Of the weights too, after three steps; recomputed where there are several stages, in several micro-batches where
+    contexts are cut."""
+    folder, reference = states
+    settings = parse_size(size) | {"layout": layout, "optimizer": OPTIMIZER, "steps": 3}
+    settings |= {"recompute": "full"} if "PP2" in size else {}
+    settings |= MICRO["split"] if "CP2" in size else {}
+    ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings, platform)
+    check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_5 {layout} {platform}")
 
 
 TILED = ("qwen3_vl", "internvl")
