@@ -3,9 +3,11 @@
 ``rlworker.checks.tiny_models`` makes them, as it does those of ``rlworker check``.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
+from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 from rlworker.checks.tiny_states import STATES
 
@@ -58,6 +60,26 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_language_model(folder: Path, name: str, tied: bool) -> str:
     family, settings = LANGUAGE_MODELS[name]
     return make_tiny_text(folder, family, VOCAB, tied=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
+
+
+def write_config(folder: Path, base: str | Path | dict[str, Any], **changes: Any) -> str:
+    """Write config.json with some keys changed, ``part.key`` within a part, from a dict or that of a folder.
+
+    A key that is ``...`` is left out. Returns the folder.
+    """
+    config = json.loads(json.dumps(base) if isinstance(base, dict) else Path(base, "config.json").read_text())
+    for key, value in changes.items():
+        *outer, last = key.split(".")
+        section = config[outer[0]] if outer else config
+        section.pop(last, None)
+        section |= {} if value is ... else {last: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def read_config(folder: Path, base: str | Path | dict[str, Any], **changes: Any) -> ModelSpec:
+    """Read the model of a config.json as ``write_config`` writes it."""
+    return ModelSpec.from_folder(write_config(folder, base, **changes))
 
 
 def make_critic(folder: Path, language_model: str) -> str:

@@ -1,11 +1,11 @@
 """What ``rlworker plan`` says, against numbers worked by hand."""
 
-import json
 import re
 import sys
 from dataclasses import replace
 
 import pytest
+from support.models import write_config
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
@@ -28,8 +28,7 @@ QWEN_7B |= {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_em
 
 @pytest.fixture
 def folder(tmp_path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    return str(tmp_path)
+    return write_config(tmp_path, QWEN_7B)
 
 
 def config_of(folder: str, **changes) -> RunConfig:
@@ -214,8 +213,7 @@ def test_experts_by_hand_and_the_nearest_sizes_that_hold_them(tmp_path):
     config |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
     config |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
     config |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    models = {"actor": ModelSpec.from_folder(tmp_path)}
+    models = {"actor": ModelSpec.from_folder(write_config(tmp_path, config))}
     spread = MegatronConfig(ranks=16, ep=8, dtype="bfloat16", recompute="full")
     run = config_of(str(tmp_path), actor=spread, rollout=VllmConfig(tp=4, max_new_tokens=1536, dtype="bfloat16"))
     plan = make_plan(run, models)
