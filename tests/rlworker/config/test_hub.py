@@ -17,6 +17,7 @@ from engines.config import VllmConfig
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
+from rlworker.checks.plan import plan_recipe
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
@@ -125,7 +126,6 @@ def test_a_model_of_the_hub_is_the_commit_that_its_cache_has(folder, cache, tmp_
 
 def test_every_setting_that_names_a_model_takes_one_of_the_hub(folder, cache, tmp_path):
     from recipes import grpo_gsm8k
-    from rlworker.checks.plan import plan_recipe
 
     snapshot = str(fill_cache(cache, folder, OLD, "main"))
     config = make_config(
