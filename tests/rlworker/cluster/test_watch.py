@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from itertools import repeat
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,8 +141,6 @@ class Lost:
     """Stands for a handle whose calls end by an error of Ray's. None answers."""
 
     def __init__(self, error: Exception | None):
-        from types import SimpleNamespace
-
         self.error, self._actor_id = error, SimpleNamespace(hex=lambda: "cd")
 
     @property
