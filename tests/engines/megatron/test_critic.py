@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.cover import matrix
 from support.factors import LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
 from support.huggingface import name_gradients
@@ -11,6 +12,7 @@ from support.ranks.pool import draw_address
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import ValueOutputs
 from engines.config import OptimizerConfig
+from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface
 
@@ -35,7 +37,6 @@ def critic_case(rank: int, world: int, address: str, folder: str, settings: dict
     """Values, gradients and exported weights of a critic; with ``target`` it is also saved there as a folder."""
     model = ModelSpec.from_folder(folder, head="value")
     engine = build_engine(rank, world, address, model, settings)
-    from engines.models.hf_folder import save_hf_folder
     from engines.probes.megatron import gather_gradients
 
     batch = make_value_batch()
@@ -94,8 +95,6 @@ def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf
 
     saved, loading = AutoModelForTokenClassification.from_pretrained(target, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    from safetensors import safe_open
-
     with safe_open(f"{folder}/model.safetensors", "pt") as start:
         assert torch.equal(
             saved.model.layers[3].mlp.down_proj.weight, start.get_tensor("model.layers.3.mlp.down_proj.weight")

@@ -4,6 +4,7 @@ own mask, which is drawn here one pair at a time."""
 import dataclasses
 import itertools
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -180,7 +181,6 @@ def test_the_probe_hears_a_wrong_rule(one_rank, make_hf_model, logits):
 
     def call(rank, world, address, folder, logits):
         engine = build_engine(rank, world, address, folder, {})
-        from unittest.mock import patch
 
         from engines.megatron import engine as engine_module
         from engines.probes import head

@@ -1,6 +1,7 @@
 """States in vLLM: logprobs against HuggingFace of prompts in chunks, of cached beginnings and after a weight sync."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -98,7 +99,6 @@ def test_a_stale_convolution_is_named(rollout):
 
 def start_without_layer(worker, spec: ModelSpec, config: VllmConfig) -> str:
     """Start an engine of a vLLM that passes over what was registered with it; this runs in the engine's process."""
-    from unittest.mock import patch
 
     from hardware.cpu import state_rule
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences
 from support.models import VOCAB
 from support.rollout_workers import Prompt, ask, draw, find_unlike, make_requests, send
@@ -321,7 +322,6 @@ def mixture(tmp_path):
 
 def replace_experts(worker, folder: str, with_workaround: bool) -> list[float]:
     """vLLM's logprobs of ``TEXT`` after new weights came in, which are left in the folder: this runs in its process."""
-    from safetensors.torch import load_file, save_file
     from vllm import LLM, SamplingParams
 
     import engines.vllm.worker as extension

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -217,7 +218,6 @@ def _list_parts(worker) -> list[str]:
 
 def _leave_out_builder(worker, requests, seed: int) -> list:
     """Sample as vLLM does by itself."""
-    from unittest.mock import patch
 
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -37,7 +38,6 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def running(cluster, folder):
     """``running(engines)`` -> engines and a loop over them, whose texts are all worth nothing."""
-    from contextlib import ExitStack
 
     from rlworker.cluster.rollout_group import Rollouts
     from rlworker.rollouts.loop import RolloutLoop

@@ -13,6 +13,7 @@ from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import make_tiny_model
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
+from rlworker.rollouts.metrics import summarise_groups
 from rlworker.rollouts.trajectory import batch_groups
 
 ROW = Row("", (9,), "", {})
@@ -167,8 +168,6 @@ def test_images_of_later_turns_have_the_positions_of_transformers(tmp_path):
 
 
 def test_episodes_without_a_reward_have_a_mean_of_zero():
-    from rlworker.rollouts.metrics import summarise_groups
-
     episode = make_episode(make_sequence("p0"))
     metrics = summarise_groups([[episode, episode]])
     assert (metrics["reward"], metrics["zero_variance_groups"], metrics["samples"]) == (0.0, 1, 2)

@@ -28,6 +28,7 @@ from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
+from rlworker.rollouts.curriculum import Curriculum
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import TrackedRun, Trackers
@@ -159,7 +160,6 @@ def written(trainer, config, folder: Path) -> set[str]:
 
 
 def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=None, **settings) -> set[str]:
-    from rlworker.rollouts.curriculum import Curriculum
     from rlworker.rollouts.manager import RolloutManager
     from rlworker.trainers.agreement import SyncedWeights
     from rlworker.trainers.rl import Trainer

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.common.smoke import SftRecipeConfig, shrink_supervised
+from recipes.sft import DEFAULT
 from rlworker.config.sections import CheckpointConfig, DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
@@ -19,8 +20,6 @@ from rlworker.tracking.log import read_metrics
 
 
 def make_config(folder: Path) -> SftRecipeConfig:
-    from recipes.sft import DEFAULT
-
     data = DataConfig(instruction="Reason step by step, and end with #### and the final answer.")
     config = shrink_supervised(replace(DEFAULT, run_dir=str(folder / "sft"), data=data))
     optimizer = replace(config.actor.optimizer, lr=1e-2, lr_warmup_steps=0, lr_scheduler="constant")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, LAYOUTS, parse_size
 from support.huggingface import name_gradients
@@ -43,8 +44,6 @@ def run_critic(rank: int, world: int, address: str, folder: str, paths, settings
 
 def make_critic(folder, family: str) -> str:
     """Save a critic: a model's body and a head that is no longer zero."""
-    from safetensors.torch import load_file, save_file
-
     path = f"{make_vlm(folder, family)}/model.safetensors"
     weights, generator = load_file(path), torch.Generator().manual_seed(3)
     model = ModelSpec.from_folder(folder)
@@ -58,8 +57,6 @@ def make_critic(folder, family: str) -> str:
 
 def compute_by_hand(folder: str, images) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Values ``[N]`` and gradients by the names in the folder, from transformers' last hidden states."""
-    from safetensors.torch import load_file
-
     spec, weights = ModelSpec.from_folder(folder), load_file(f"{folder}/model.safetensors")
     head = {name: weights[f"score.{name}"].clone().requires_grad_() for name in ("weight", "bias")}
     model, batch, see = load_huggingface(spec), make_vlm_batch(spec, images), make_image_arguments(spec)
