@@ -38,9 +38,8 @@ def probe(rank, world, address, folder, settings, faults):
     return found
 
 
-@pytest.mark.parametrize(
-    "size", ["one", *(pytest.param(size, marks=pytest.mark.large) for size in ("TP2", "CP2", "PP2", "TP2-CP2"))]
-)
+@pytest.mark.large
+@pytest.mark.parametrize("size", ["one", "TP2", "CP2", "PP2", "TP2-CP2"])
 def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size):
     case = draw_address(), make_hf_model(STATE_FAMILIES[0], False), parse_size(size), [""]
     for rank in pool_of(size).run(probe, *case):

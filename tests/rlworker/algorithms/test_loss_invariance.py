@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import LAYOUTS, parse_size
+from support.factors import LAYOUTS, count_ranks, parse_size
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
@@ -126,6 +126,7 @@ FEW_CUTS = ("DP2-split", "PP2-split", "TP2-CP2-split")
 @matrix(
     {"cut": tuple(CUTS), "head": tuple(HEADS), "layout": LAYOUTS},
     allowed=lambda case: case["head"] == "language" or case["cut"] in FEW_CUTS,
+    heavy=lambda case: count_ranks(CUTS[case["cut"]][0]) == 4 and case["layout"] == "bshd",
 )
 def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, cut, head, layout):
     (size, settings), cases = CUTS[cut], HEADS[head]

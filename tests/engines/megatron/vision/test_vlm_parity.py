@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import EXPERT_SIZES, IMAGE_FAMILIES, LAYOUTS, PLATFORMS, RECOMPUTE, SIZES, parse_size
+from support.factors import EXPERT_SIZES, FOUR_RANKS, IMAGE_FAMILIES, LAYOUTS, PLATFORMS, RECOMPUTE, SIZES, parse_size
 from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.pool import draw_address
@@ -55,6 +55,8 @@ def compare(pool_of, folders, images, reference, measured):
 MICRO = {"whole": {}, "split": {"micro_batch_tokens": 45}}
 """As few micro-batches as the sizes allow; or several, with images and without."""
 PARTS = ("vision", "projector", "language")
+TILED = ("qwen3_vl", "internvl")
+"""One family of each way to cut images."""
 
 
 def can_learn(case: dict) -> bool:
@@ -73,6 +75,7 @@ def can_learn(case: dict) -> bool:
         **{part: (f"{part} learns", f"{part} frozen") for part in PARTS},
     },
     allowed=can_learn,
+    heavy=lambda case: case["size"] in FOUR_RANKS and case["family"] not in TILED,
 )
 def test_parity(compare, size, family, layout, recompute, micro, vision, projector, language):
     frozen = tuple(state.split()[0] for state in (vision, projector, language) if "frozen" in state)
@@ -107,10 +110,6 @@ def test_experts(pool_of, images, experts, measured, size, layout, platform):
     settings = parse_size(size) | {"layout": layout, "optimizer": OPTIMIZER, "steps": 3}
     ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings, platform)
     check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_vl_moe {layout} {platform}")
-
-
-TILED = ("qwen3_vl", "internvl")
-"""One family of each way to cut images."""
 
 
 @pytest.mark.parametrize(
