@@ -197,17 +197,32 @@ def test_an_unreadable_config_is_refused(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("family", "settings", "message"),
     [
-        (dict(tp=3, ranks=3), "tp=3 does not divide the model's 4 attention heads"),
-        (dict(pp=3, ranks=3), "pp=3 does not divide the model's 4 layers"),
+        ("qwen2", dict(tp=3, ranks=3), "tp=3 does not divide the model's 4 attention heads"),
+        ("qwen2", dict(pp=3, ranks=3), "pp=3 does not divide the model's 4 layers"),
+        ("qwen3_moe", dict(ep=3, ranks=3), "ep=3 does not divide the model's 8 experts; lower --actor.ep"),
+        ("qwen3_moe", dict(etp=3, ranks=3), "etp=3 does not divide the model's 32 experts' ffn size"),
     ],
 )
-def test_sizes_that_do_not_fit_the_model_are_refused(make_hf_model, settings, message):
-    with pytest.raises(ValueError, match=r"tp=2 x pp=1 x cp=2 needs a multiple of 4 ranks, got 6; set --actor.ranks"):
-        MegatronConfig(tp=2, cp=2, ranks=6)
+def test_sizes_that_do_not_fit_the_model_are_refused(make_hf_model, family, settings, message):
     with pytest.raises(ValueError, match=message):
-        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model("qwen2", False)))
+        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model(family, False)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(tp=2, cp=2, ranks=6), r"tp=2 x pp=1 x cp=2 needs a multiple of 4 ranks, got 6; set --actor.ranks"),
+        (
+            dict(tp=2, ep=4, etp=2, ranks=4),
+            r"pp=1 x ep=4 x etp=2 needs a multiple of 8 ranks, got 4; set --actor.ranks",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronConfig(**settings)
 
 
 def test_rollout_limits_are_checked(make_hf_model):
@@ -245,20 +260,6 @@ def test_ranks_share_a_head_of_keys_and_values_evenly(make_hf_model):
     for check in (MegatronConfig(tp=4, ranks=4).check_model, VllmConfig(tp=4).check_cut):
         with pytest.raises(ValueError, match=message):
             check(uneven)
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "message"),
-    [
-        ("qwen3_moe", dict(ep=3, ranks=3), "ep=3 does not divide the model's 8 experts; lower --actor.ep"),
-        ("qwen3_moe", dict(etp=3, ranks=3), "etp=3 does not divide the model's 32 experts' ffn size"),
-    ],
-)
-def test_experts_that_do_not_fit_the_ranks_are_refused(make_hf_model, family, settings, message):
-    with pytest.raises(ValueError, match=r"pp=1 x ep=4 x etp=2 needs a multiple of 8 ranks, got 4; set --actor.ranks"):
-        MegatronConfig(ranks=4, tp=2, ep=4, etp=2)
-    with pytest.raises(ValueError, match=message):
-        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model(family, False)))
 
 
 def test_an_actor_without_experts_spreads_none(make_hf_model):
