@@ -48,10 +48,10 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_text": ("qwen3_5_text", {"head_dim": 32} | STATES),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
-    # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
     # Experts on the first half of the layers or on the second, so that a pipeline stage may have none.
     "qwen3_moe-early": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [2, 3]}),
     "qwen3_moe-late": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [0, 1]}),
+    # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
     "qwen3_moe-dense": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False}),
 }
 """Name -> HF model_type and the settings that differ."""
