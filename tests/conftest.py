@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it as it is imported, which comes later
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or any call of Ray starts one, where no test asked for it
 os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 its workers would starve beside a pool of ranks
 os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide output that is not there when a process is killed
 

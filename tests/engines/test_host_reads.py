@@ -6,6 +6,7 @@ from unittest.mock import patch
 from support.ranks.engines_cases import build_engine, make_batch, plan, start_process
 from support.ranks.pool import draw_address
 
+from engines.megatron import logprobs
 from engines.probes.host_reads import READS_OF_A_STEP, READS_OF_EXPERTS, HostReads
 from rlworker.checks.huggingface import probe_loss
 
@@ -18,8 +19,6 @@ def reads_of_steps(rank, world, address, folder):
     start_process(rank)
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
-
-    from engines.megatron import logprobs
 
     def looks(add):
         return lambda total, *of: (bool(total.any()), add(total, *of))

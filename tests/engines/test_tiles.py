@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.models import make_vlm
 
 from engines.images.placeholders import collapse_images, make_placeholders
@@ -28,8 +29,6 @@ def processor(model) -> ImageProcessor:
 
 @pytest.fixture(scope="module")
 def images(processor, tmp_path_factory) -> list:
-    from PIL import Image
-
     generator, folder, opened = np.random.default_rng(0), tmp_path_factory.mktemp("images"), []
     for width, height in SIZES:
         path = Path(folder, f"{width}x{height}.png")
@@ -40,7 +39,6 @@ def images(processor, tmp_path_factory) -> list:
 
 def test_tiles_ids_and_pixels_are_those_of_transformers(model, processor, images):
     """One tile, or several and the whole image made small after them: of all images at once, and in one run each."""
-    from PIL import Image
     from transformers import AutoProcessor
 
     theirs = AutoProcessor.from_pretrained(model.folder)

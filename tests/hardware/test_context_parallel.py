@@ -2,12 +2,12 @@ import torch
 from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
 
+from hardware.collectives import gather_keys_values, sum_over_ranks
+
 
 def gather_and_sum(rank, world, address):
     """Outputs and gradients of both collectives, with gradients that are not contiguous in memory."""
     start_process(rank)
-    from hardware.collectives import gather_keys_values, sum_over_ranks
-
     group = join_group(rank, world, address)
     torch.manual_seed(rank)
     key, value = (torch.randn(3, 2, requires_grad=True) for _ in range(2))

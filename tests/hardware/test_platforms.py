@@ -10,6 +10,7 @@ from engines.probes.faults import collect_faults
 from hardware.attention.faults import ATTENTION_FAULTS
 from hardware.platform import Node, Platform
 from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, PlatformName, get_platform
+from rlworker.checks.config import CheckConfig
 
 ROOT = Path(__file__).parents[2]
 MEMBERS = {*Platform.__annotations__, *(name for name in vars(Platform) if not name.startswith("_"))}
@@ -49,7 +50,6 @@ def test_settings_know_the_names_of_the_list():
 def test_a_fault_without_a_place_is_refused_before_anything_starts(monkeypatch, tmp_path, change, said):
     """Who lacks one would pass a self-test that looks for nothing."""
     from rlworker.checks import self_test
-    from rlworker.checks.config import CheckConfig
 
     class Lacking(type(get_platform("cpu"))):
         def list_faults(self):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.grpo import find_answer
 from rlworker.data.rows import Row
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +87,6 @@ def test_the_readme_shows_the_recipe_whole():
 
 
 def test_what_is_voted_on_is_the_same_for_one_number_however_it_is_written():
-    from recipes.grpo import find_answer
-
     row = Row("?", (1,), "7", {})
     assert [find_answer(text, row) for text in ("1,000.50", "+1000.5", "so 1000.500", "none")] == ["1000.5"] * 3 + [""]
     assert find_answer("a\n 1,000 or so ", Row("?", (1,), "Rome", {})) == "1,000 or so"

@@ -1,5 +1,6 @@
 """Inputs of an attention function, and what a call that breaks a kernel's requirement raises."""
 
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -22,3 +23,15 @@ def refused_for(requirement: Requirement):
         yield
     assert isinstance(raised.value, SilentError) == requirement.silent
     assert requirement.source.name in str(raised.value) and requirement.consequence in str(raised.value)
+
+
+def check_refusals(
+    requirements: Iterable[Requirement], examples: Mapping[str, tuple[dict, dict]], call: Callable[..., torch.Tensor]
+) -> None:
+    """Check that each requirement has its examples, of which the first call is refused for it and the second is not."""
+    named = {requirement.name: requirement for requirement in requirements}
+    assert list(examples) == list(named)
+    for name, (wrong, right) in examples.items():
+        with refused_for(named[name]):
+            call(**wrong)
+        assert call(**right).isfinite().all(), name

@@ -32,17 +32,25 @@ class Matrix:
         factors: values by the name of their factor. Values are hashable, and ``str`` tells those of a factor apart.
         allowed: says of ``{factor: value}`` whether there is such a case.
         whole: every run takes all cases: they take milliseconds each, or something else relies on every one of them.
+        heavy: says of ``{factor: value}`` whether the case takes seconds: it is ``large``, though a pair may meet in no
+            other case.
     """
 
     factors: Mapping[str, Sequence[Any]]
     allowed: Callable[[dict[str, Any]], bool] = lambda case: True
     whole: bool = False
+    heavy: Callable[[dict[str, Any]], bool] = lambda case: False
 
     @cached_property
     def cases(self) -> list[Case]:
         """Allowed cases of the product, the last factor changing fastest."""
         cases = product(*self.factors.values())
         return [case for case in cases if self.allowed(dict(zip(self.factors, case, strict=True)))]
+
+    @cached_property
+    def light_cases(self) -> list[Case]:
+        """Cases that the default run may take."""
+        return [case for case in self.cases if not self.heavy(dict(zip(self.factors, case, strict=True)))]
 
     @cached_property
     def pairs(self) -> dict[Case, int]:
@@ -64,20 +72,23 @@ class Matrix:
             sets[case] = sum(1 << bits.setdefault(combination, len(bits)) for combination in values)
         return sets
 
-    def cover(self, wanted: Mapping[Case, int], start: Sequence[Case] = ()) -> list[Case]:
+    def cover(
+        self, wanted: Mapping[Case, int], start: Sequence[Case] = (), among: Sequence[Case] | None = None
+    ) -> list[Case]:
         """Choose cases that have between them every combination of ``wanted``, which is ``pairs`` or ``triples``.
 
         The next case is the one that brings most combinations which have not met yet. Of equals it is the one with
         most new triples, so that what pairs leave open spreads over the table; then the first of the product.
 
         Args:
-            start: cases that are taken in any event, and come first in the result.
+            start: cases that are taken in any event, and come first in the result. among: cases to choose from, None
+                is all; combinations that none of them has are left out.
         """
-        cases = list(start)
-        missing = reduce(or_, wanted.values(), 0) & ~reduce(or_, (wanted[case] for case in start), 0)
+        cases, among = list(start), self.cases if among is None else among
+        missing = reduce(or_, (wanted[case] for case in among), 0) & ~reduce(or_, (wanted[case] for case in start), 0)
         missing_triples = ~reduce(or_, (self.triples[case] for case in start), 0)
         while missing:
-            gains = {case: (wanted[case] & missing).bit_count() for case in self.cases}
+            gains = {case: (wanted[case] & missing).bit_count() for case in among}
             best_gain = max(gains.values())
             equals = (case for case, gain in gains.items() if gain == best_gain)
             case = max(equals, key=lambda case: (self.triples[case] & missing_triples).bit_count())
@@ -94,7 +105,7 @@ class Matrix:
         They stand in the order of the product: where the first factor is what is expensive to change, neighbours share
         it.
         """
-        pairs = self.cases if self.whole else self.cover(self.pairs)
+        pairs = self.cases if self.whole else self.cover(self.pairs, among=self.light_cases)
         triples = self.cover(self.triples, start=pairs)
         marks = dict.fromkeys(triples, pytest.mark.large) | dict.fromkeys(pairs, ())
         return [
@@ -108,12 +119,13 @@ def matrix(
     allowed: Callable[[dict[str, Any]], bool] = lambda case: True,
     *,
     whole: bool = False,
+    heavy: Callable[[dict[str, Any]], bool] = lambda case: False,
 ):
     """Parametrize a test over a table of factors: it takes an argument of each factor's name.
 
     The test keeps its table as ``.matrix``, by which ``test_cover.py`` finds it and counts what it leaves out.
     """
-    table = Matrix(factors, allowed, whole)
+    table = Matrix(factors, allowed, whole, heavy)
 
     def decorate(test):
         test.matrix = table

@@ -81,6 +81,29 @@ def name_weights(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()} | buffers
 
 
+def list_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """List the weights of a tied text model, as they are sent to a rollout engine."""
+    return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+
+
+@torch.no_grad()
+def nudge(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
+    """Change every weight as an optimizer step at the demos' rate does; returns the model."""
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(7e-4 * torch.randn_like(parameter).sign())
+    return model
+
+
+@torch.no_grad()
+def move_weights(model: PreTrainedModel, spec: ModelSpec | None = None, scale: float = 0.01) -> PreTrainedModel:
+    """Give a model other weights, and other saved buffers where ``spec`` names them; returns the model."""
+    torch.manual_seed(3)
+    for weight in name_weights(model, spec).values() if spec else model.parameters():
+        weight.mul_(1.1).add_(scale * torch.randn_like(weight))
+    return model
+
+
 @torch.no_grad()
 def compute_logprobs(model, batch: TrainBatch, temperature: float = 1.0, spec: ModelSpec | None = None) -> Tensor:
     """Compute the logprob of every target, ``[N]`` float32.

@@ -3,11 +3,13 @@
 ``rlworker.checks.tiny_models`` makes them, as it does those of ``rlworker check``.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 from support.factors import IMAGE_STATE_FAMILIES
 
+from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 from rlworker.checks.tiny_states import STATES
 
@@ -48,10 +50,10 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_text": ("qwen3_5_text", {"head_dim": 32} | STATES),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
-    # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
     # Experts on the first half of the layers or on the second, so that a pipeline stage may have none.
     "qwen3_moe-early": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [2, 3]}),
     "qwen3_moe-late": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [0, 1]}),
+    # A dense first layer; the chosen experts' weights are not scaled to add up to 1.
     "qwen3_moe-dense": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False}),
 }
 """Name -> HF model_type and the settings that differ."""
@@ -63,6 +65,26 @@ are 1.7e-6 off."""
 def make_language_model(folder: Path, name: str, tied: bool) -> str:
     family, settings = LANGUAGE_MODELS[name]
     return make_tiny_text(folder, family, VOCAB, tied=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
+
+
+def write_config(folder: Path, base: str | Path | dict[str, Any], **changes: Any) -> str:
+    """Write config.json with some keys changed, ``part.key`` within a part, from a dict or that of a folder.
+
+    A key that is ``...`` is left out. Returns the folder.
+    """
+    config = json.loads(json.dumps(base) if isinstance(base, dict) else Path(base, "config.json").read_text())
+    for key, value in changes.items():
+        *outer, last = key.split(".")
+        section = config[outer[0]] if outer else config
+        section.pop(last, None)
+        section |= {} if value is ... else {last: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def read_config(folder: Path, base: str | Path | dict[str, Any], **changes: Any) -> ModelSpec:
+    """Read the model of a config.json as ``write_config`` writes it."""
+    return ModelSpec.from_folder(write_config(folder, base, **changes))
 
 
 def make_critic(folder: Path, language_model: str) -> str:

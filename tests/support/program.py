@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from subprocess import CompletedProcess
+from typing import Any
 from unittest.mock import patch
 
 
@@ -29,6 +30,15 @@ def run_program(main: Callable[[], object], *arguments: object) -> CompletedProc
                 print(status, file=sys.stderr)
                 status = 1
     return CompletedProcess(argv, int(status), output.getvalue(), errors.getvalue())
+
+
+def parse_arguments(default, *arguments: str) -> tuple[str, Any]:
+    """Parse arguments over default settings: what is said on a terminal, and the settings, or ``[]`` where it ended."""
+    from rlworker.config.command_line import parse_config
+
+    found: list = []
+    done = run_program(lambda: found.append(parse_config(default)), *arguments)
+    return done.stdout + done.stderr, found and found[0]
 
 
 def run_recipe(name: str, *arguments: object) -> CompletedProcess[str]:

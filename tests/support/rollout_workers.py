@@ -1,7 +1,8 @@
 """Workers with rollout engines, asked from a test, and their answers as a test writes them down. Ray is imported by the
 first question."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from engines.batch.samples import Completion, Image, Request, Sampling
+from engines.config import VllmConfig
+from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import pack_buckets
 
@@ -17,6 +20,16 @@ from engines.weight_sync import pack_buckets
 class Prompt:
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()
+
+
+@contextmanager
+def start_engine(model: ModelSpec, config: VllmConfig) -> Iterator[Any]:
+    """Start a rollout engine on a CPU, which ends with the context; yields its worker."""
+    from rlworker.cluster.rollout_group import Rollouts
+
+    with Rollouts("cpu", 1) as rollouts:
+        (worker,) = rollouts.start(model, config).wait().workers
+        yield worker
 
 
 def make_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.cover import matrix
 from support.factors import LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
 from support.huggingface import name_gradients
+from support.ranks.critic_cases import check_critic, run_critic
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
@@ -14,12 +16,11 @@ from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface
 
-VALUES, GRADIENTS = 1e-5, 1e-6
 FAMILIES = ("llama", "qwen3")
 """Some of those of which transformers has a token classification; the other tests of critics run qwen2."""
 
 
-def make_value_batch():
+def make_value_batch(model=None):
     """The usual awkward sequences with returns to learn from."""
     batch = make_batch()
     returns = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3))
@@ -29,28 +30,6 @@ def make_value_batch():
 def squared(outputs, batch):
     loss = ((outputs.values - batch.returns).square() * batch.mask).sum() / 2
     return loss, {"loss": loss.detach()}
-
-
-def critic_case(rank: int, world: int, address: str, folder: str, settings: dict, target: str = "") -> dict:
-    """Values, gradients and exported weights of a critic; with ``target`` it is also saved there as a folder."""
-    model = ModelSpec.from_folder(folder, head="value")
-    engine = build_engine(rank, world, address, model, settings)
-    from engines.models.hf_folder import save_hf_folder
-    from engines.probes.megatron import gather_gradients
-
-    batch = make_value_batch()
-    schedule, shard = plan(engine, batch)
-    values = engine.forward(shard)
-    engine.backward(shard, squared, float(batch.mask.sum()))
-    gradients = gather_gradients(engine)
-    if target:
-        save_hf_folder(engine.export_weights(), model, target, 10**9)
-    return {
-        "schedule": schedule,
-        "dp_rank": engine.dp_rank,
-        "values": values.values if engine.is_leader else None,
-        "gradients": gradients if engine.is_leader else None,
-    }
 
 
 def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -63,45 +42,32 @@ def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.cat(parts).detach(), name_gradients(model, spec)
 
 
-def check(ranks: list[dict], folder: str, measured) -> None:
-    want_values, want_gradients = hf_case(folder)
-    leaders = sorted((r for r in ranks if r["values"] is not None), key=lambda r: r["dp_rank"])
-    found = leaders[0]["schedule"].restore_order(torch.cat([r["values"] for r in leaders]))
-    values = float((found - want_values).abs().max())
-    gradients = leaders[0]["gradients"]
-    assert set(gradients) == set(want_gradients)
-    gradient, name = max((float((gradients[n] - want).abs().max()), n) for n, want in want_gradients.items())
-    measured({"values": values, "gradients": gradient})
-    assert values <= VALUES and gradient <= GRADIENTS, name
-
-
 @matrix({"size": (*TWO_RANKS, "TP2-PP2", "TP2-CP2"), "family": FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE})
 def test_parity(pool_of, make_critic, measured, size, family, layout, recompute):
     settings = parse_size(size) | {"layout": layout, "recompute": recompute}
     if "PP" in size:
         settings["micro_batch_tokens"] = 24
     folder = make_critic(family)
-    ranks = pool_of(size).run(critic_case, draw_address(), folder, settings)
-    check(ranks, folder, measured)
+    ranks = pool_of(size).run(run_critic, draw_address(), folder, settings, make_value_batch, squared)
+    check_critic(ranks, hf_case(folder), measured)
 
 
 def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf_model, tmp_path):
     """The body is the language model's, every value is 0, and what is saved is read by HuggingFace and by us."""
     folder, target = make_hf_model("qwen2", True), str(tmp_path / "saved")
-    ranks = two_ranks.run(critic_case, draw_address(), folder, {"tp": 2}, target)
+    case = {"tp": 2}, make_value_batch, squared
+    ranks = two_ranks.run(run_critic, draw_address(), folder, *case, target)
     assert all(not rank["values"].any() for rank in ranks if rank["values"] is not None)
     from transformers import AutoModelForTokenClassification
 
     saved, loading = AutoModelForTokenClassification.from_pretrained(target, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    from safetensors import safe_open
-
     with safe_open(f"{folder}/model.safetensors", "pt") as start:
         assert torch.equal(
             saved.model.layers[3].mlp.down_proj.weight, start.get_tensor("model.layers.3.mlp.down_proj.weight")
         )
     assert saved.score.weight.shape == (1, 128) and not saved.score.weight.any()
-    again = two_ranks.run(critic_case, draw_address(), target, {"tp": 2})
+    again = two_ranks.run(run_critic, draw_address(), target, *case)
     assert all(not rank["values"].any() for rank in again if rank["values"] is not None)
 
 

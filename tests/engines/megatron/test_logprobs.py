@@ -4,8 +4,12 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
+
+from engines.megatron import logprobs
+from rlworker.checks import huggingface
 
 VOCAB, PADDED, TOKENS, HIDDEN = 11, 12, 13, 8
 CASES = [(1.0, 0.0, (), 0), (0.7, 0.3, (), 0), (0.7, 0.3, (3, 8, 9), 0), (1.0, 0.0, (), 4), (0.7, 0.3, (3, 8, 9), 5)]
@@ -23,9 +27,6 @@ def compare_cases(rank, world, address) -> dict[tuple, list[float]]:
 
 def outputs_and_gradient(rank, world, group, temperature, entropy_weight, banned, top, keep, at_once) -> list[float]:
     """Gradients are taken twice, as from a graph that is retained."""
-    import torch.distributed as dist
-
-    from engines.megatron import logprobs
 
     generator = torch.Generator().manual_seed(0)
     rows = 3 * torch.randn(PADDED, HIDDEN, generator=generator)
@@ -98,9 +99,6 @@ def score_support(rank, world, address, at_once, keep):
     """Largest differences of outputs and gradients of a random support, against all others masked in float64, each by
     the largest number of its kind if that is above 1."""
     start_process(rank)
-    import torch.distributed as dist
-
-    from engines.megatron import logprobs
 
     group = join_group(rank, world, address)
     generator = torch.Generator().manual_seed(0)
@@ -147,9 +145,6 @@ class OneRank:
 
 def test_a_vocabulary_of_a_real_model_is_summed_without_a_bias():
     """The engine's scores and those of HuggingFace's logits, against fp64. A naive sum in fp32 drifts by 1e-5."""
-    from engines.megatron import logprobs
-    from rlworker.checks import huggingface
-
     generator = torch.Generator().manual_seed(0)
     logits, target = 3 * torch.randn(4, 262_144, generator=generator), torch.tensor([7, 131_071, 200_000, 262_143])
     exact = logits.double()
@@ -167,8 +162,6 @@ def test_a_vocabulary_of_a_real_model_is_summed_without_a_bias():
 
 def test_next_to_nothing_beyond_the_likeliest_is_exact_in_fp32():
     """The policy gives others 1e-7 and less, the sampler a tenth; and in the last row nothing is left to others."""
-    from engines.megatron import logprobs
-
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.eye(TOKENS), torch.randn(VOCAB, TOKENS, generator=generator)
     weight[:4] += 20.0 + torch.arange(TOKENS)  # row 0 to 12: a tail of about e^-20 to e^-32

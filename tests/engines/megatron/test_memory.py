@@ -12,6 +12,7 @@ from support.ranks.pool import draw_address
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engines.batch.batch import TrainBatch
 from engines.megatron.memory.activations import (
     MicroBatch,
     count_copied_slots,
@@ -20,6 +21,8 @@ from engines.megatron.memory.activations import (
     count_kept,
     get_itemsize,
 )
+from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
+from engines.models.spec import ModelSpec
 from engines.probes.saved_bytes import SavedBytes
 from rlworker.checks.huggingface import probe_loss
 
@@ -36,9 +39,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     """What an engine holds, and what was planned for its rank."""
     from megatron.core import parallel_state as mpu
 
-    from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
     from engines.megatron.weights import name_parameters
-    from engines.models.spec import ModelSpec
 
     model = ModelSpec.from_folder(folder, head)
     engine = build_engine(rank, world, address, model, settings)
@@ -127,8 +128,6 @@ TOKENS, SEQUENCES = 64, 8
 
 
 def count_bytes(engine, sequences: list[list[int]], prompt: int) -> tuple:
-    from engines.batch.batch import TrainBatch
-
     batch = TrainBatch.from_ids(sequences, [prompt] * len(sequences))
     batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": torch.ones(batch.num_tokens)})
     schedule, shard = plan(engine, batch)

@@ -1,8 +1,11 @@
 """What waits in the host's memory: it is there, it comes when it is needed, and no number changes."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
-from support.ranks.engines_cases import build_engine, make_batch, plan
+from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan, start_process
 from support.ranks.pool import draw_address
 
 from engines.batch.balance import choose_largest
@@ -188,10 +191,6 @@ def test_what_leaves_the_device_comes_back_as_it_was(two_ranks, make_hf_model, t
 
 def repeated(rank: int, world: int, addresses: tuple[str, str], folder: str) -> dict:
     """What a process is set to, and the gradient norm of a step, with and without determinism."""
-    import os
-    from unittest.mock import patch
-
-    from support.ranks.engines_cases import leave_groups, start_process
 
     platform, found = start_process(rank), []
     with (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
@@ -68,8 +69,6 @@ def save_and_load(rank: int, world: int, address: str, folder: str, out: str, se
 @pytest.mark.parametrize("settings", [{}, pytest.param({"tp": 2}, marks=pytest.mark.large)], ids=["DP2", "TP2"])
 def test_every_rank_writes_its_share_of_what_megatron_stores(two_ranks, make_hf_model, tmp_path, settings):
     """What is stored is Megatron's own layout, older checkpoints included; how it came there is not to be seen."""
-    import torch
-
     out = {way: tmp_path / way for way in ("shares", "gathered")}
     for folder in out.values():
         folder.mkdir()

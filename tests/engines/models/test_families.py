@@ -1,6 +1,5 @@
 """A family is one file: one that is added to them is read and planned for like any other."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -8,10 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.models import write_config
 
 from engines.config import MegatronConfig
+from engines.megatron.memory.activations import MicroBatch
+from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
 from engines.models import families
 from engines.models.spec import ModelSpec
+from hardware.attention.capabilities import find_backend
+from hardware.attention.rollouts import find_rollout_backend, list_parts
+from hardware.attention.rules import CAUSAL
+from hardware.platform import KernelMemory
+from hardware.platforms import get_platform
 
 SIZES = ({}, {"tp": 2, "ranks": 2}, {"pp": 2, "ranks": 4}, {"tp": 2, "cp": 2, "ranks": 4, "dtype": "bfloat16"})
 
@@ -39,21 +46,10 @@ def families_in(folder: str) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def copy_model(folder: str, target: Path, model_type: str) -> str:
-    shutil.copytree(folder, target)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
-    return str(target)
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_model, tmp_path, tied):
-    from engines.megatron.memory.activations import MicroBatch
-    from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
-    from hardware.platform import KernelMemory
-
     folder, ours = make_hf_model("llama", tied), list(families.list_families())
-    copied = copy_model(folder, tmp_path / "model", "llama_again")
+    copied = write_config(shutil.copytree(folder, tmp_path / "model"), folder, model_type="llama_again")
     with families_in(write_family(tmp_path / "families", "llama_again")):
         assert list(families.list_families()) == sorted([*ours, "llama_again"]) and "qwen3_vl" in ours
         for head in ("language", "value"):
@@ -76,11 +72,11 @@ def test_an_added_family_is_read_and_planned_as_the_one_that_it_copies(make_hf_m
 
 
 def test_a_file_that_states_another_name_than_its_own_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other"}))
+    write_config(tmp_path, {"model_type": "other"})
     added = write_family(tmp_path / "families", "llama_again", name="other")
     with families_in(added), pytest.raises(ValueError, match=r"states .*'llama_again', expected"):
         ModelSpec.from_folder(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "_pieces"}))  # what families share is none
+    write_config(tmp_path, {"model_type": "_pieces"})  # what families share is none
     with pytest.raises(ValueError, match=r"model_type '_pieces', expected one of \['gemma3', .*'llama', .*'qwen2', "):
         ModelSpec.from_folder(tmp_path)
 
@@ -124,11 +120,6 @@ def is_refused(find: Callable, *arguments) -> bool:
 
 
 def test_the_page_on_models_has_every_family_and_what_each_platform_refuses():
-    from hardware.attention.capabilities import find_backend
-    from hardware.attention.rollouts import find_rollout_backend, list_parts
-    from hardware.attention.rules import CAUSAL
-    from hardware.platforms import get_platform
-
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     titles, _, *lines = (line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") == 13)
     shown = {}

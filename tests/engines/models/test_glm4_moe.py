@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models import read_config
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
@@ -27,18 +27,13 @@ LARGE |= {"first_k_dense_replace": 3, "num_hidden_layers": 92, "routed_scaling_f
 """Keys in which that of GLM-4.5 differs."""
 
 
-def read(folder: Path, **changes) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps(AIR | changes))
-    return ModelSpec.from_folder(folder)
-
-
 @pytest.mark.parametrize(
     ("changes", "dense", "billions"), [({}, 1, (106.85, 12)), (LARGE, 3, (352.80, 32))], ids=["Air", "4.5"]
 )
 def test_published_sizes_are_taken(tmp_path, changes, dense, billions):
     """Billions of weights in all, and of those that a token is multiplied by, without the output layer, as its makers
     count them (arXiv:2508.06471, table 1)."""
-    spec = read(tmp_path, **changes)
+    spec = read_config(tmp_path, AIR, **changes)
     assert [kind.options.experts is None for kind in spec.kinds] == [n < dense for n in range(spec.layers)]
     assert spec.experts and spec.experts.has_bias and not spec.experts.gates_shared
     assert (spec.rotary_dim, spec.qkv_bias, spec.qk_norm) == (64, True, dense == 3)
@@ -71,7 +66,7 @@ def test_published_sizes_are_taken(tmp_path, changes, dense, billions):
 )
 def test_what_is_not_built_is_named(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        read(tmp_path, **changes)
+        read_config(tmp_path, AIR, **changes)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(make_hf_model, tmp_path):

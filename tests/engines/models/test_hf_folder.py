@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models import write_config
 
 from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
 from engines.models.spec import ModelSpec
@@ -203,8 +204,7 @@ def test_a_tied_head_of_its_own_must_be_the_embedding(make_hf_model, tmp_path, d
         r"model\.embed_tokens\.weight.*; set tie_word_embeddings to false in config\.json, or drop lm_head\.weight",
     ):
         check(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, tmp_path, tie_word_embeddings=False)
     check(tmp_path)
 
 
@@ -241,9 +241,9 @@ def test_a_saved_model_is_of_the_type_of_its_weights(make_hf_model, tmp_path, ke
     """A base in bfloat16 that has learned in float32: none of it is rounded away when transformers loads it."""
     base, target = tmp_path / "base", tmp_path / "saved"
     shutil.copytree(make_hf_model("qwen2", False), base)
+    write_config(base, base, **{"dtype": ..., key: "bfloat16"})
     config = json.loads((base / "config.json").read_text())
-    del config["dtype"]
-    (base / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
+    del config[key]
     weights = {name: tensor + 1e-5 for name, tensor in load_file(base / "model.safetensors").items()}
     save_hf_folder(iter(weights.items()), ModelSpec.from_folder(base), str(target), 10**9)
     for options in ({}, {"dtype": "auto"}):

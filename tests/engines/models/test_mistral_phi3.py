@@ -1,26 +1,19 @@
 """Mistral and Phi-3: what sets them apart from Llama, and which of their switches are refused by name."""
 
-import json
-
 import pytest
 import torch
+from support.models import read_config
 
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
 
 
-def edit_config(folder: str, tmp_path, **changes) -> str:
-    config = json.loads(open(f"{folder}/config.json").read())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize("family", ["mistral", "phi3"])
 def test_one_window_for_all_layers_or_none(make_hf_model, tmp_path, family):
     folder = make_hf_model(family, False)
     for window, rule in ((7, Rule(window=7)), (None, CAUSAL)):
-        spec = ModelSpec.from_folder(edit_config(folder, tmp_path, sliding_window=window))
+        spec = read_config(tmp_path, folder, sliding_window=window)
         assert spec.rules == (rule,)
         VllmConfig(max_new_tokens=8, max_model_len=64).check_model(spec)  # which refuses windows on some layers alone
 
@@ -28,7 +21,7 @@ def test_one_window_for_all_layers_or_none(make_hf_model, tmp_path, family):
 @pytest.mark.parametrize("family", ["mistral", "phi3"])
 def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path, family):
     old = {"rope_parameters": None, "rope_scaling": None, "rope_theta": 500.0}
-    spec = ModelSpec.from_folder(edit_config(make_hf_model(family, False), tmp_path, **old))
+    spec = read_config(tmp_path, make_hf_model(family, False), **old)
     assert spec.ropes == ({"rope_type": "default", "rope_theta": 500.0},)
 
 
@@ -60,16 +53,13 @@ LONGROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 )
 def test_what_is_not_built_is_named(make_hf_model, tmp_path, family, changes, message):
     with pytest.raises(ValueError, match=message):
-        ModelSpec.from_folder(edit_config(make_hf_model(family, False), tmp_path, **changes))
+        read_config(tmp_path, make_hf_model(family, False), **changes)
 
 
 @pytest.mark.parametrize("key", ["sliding_window", "num_key_value_heads"])
 def test_what_transformers_would_make_up_for_mistral_must_be_said(make_hf_model, tmp_path, key):
-    config = json.loads(open(f"{make_hf_model('mistral', False)}/config.json").read())
-    del config[key]
-    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=rf"lacks the keys \['{key}'\]"):
-        ModelSpec.from_folder(tmp_path)
+        read_config(tmp_path, make_hf_model("mistral", False), **{key: ...})
 
 
 def test_fused_projections_are_regrouped_by_hand(make_hf_model):

@@ -1,24 +1,19 @@
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 from support.factors import EXPERT_FAMILIES
+from support.models import read_config
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
-
-
-def edit_config(make_hf_model, tmp_path, **changes) -> str:
-    config = json.loads(open(f"{make_hf_model('qwen2', False)}/config.json").read())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    return str(tmp_path)
+from rlworker.checks.huggingface import load_huggingface
+from rlworker.config.model_checks import check_rollout
 
 
 def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
-    from safetensors import safe_open
-
     untied = [(family, False) for family in ("qwen2", "llama", "qwen3", "mistral", "phi3", *EXPERT_FAMILIES)]
     for family, tied in (("qwen2", True), *untied):
         spec = ModelSpec.from_folder(make_hf_model(family, tied))
@@ -33,10 +28,7 @@ def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
 )
 def test_flops_are_those_of_huggingfaces_products(make_hf_model, family, tied):
     """torch counts the products of a forward and backward pass; its attention computes every pair, ours half."""
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
-
-    from rlworker.checks.huggingface import load_huggingface
 
     spec, lengths, counted = ModelSpec.from_folder(make_hf_model(family, tied)), (24, 9), 0
     model = load_huggingface(spec)
@@ -59,16 +51,16 @@ def test_rules_follow_layer_types(make_hf_model):
 
 def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
     """``rope_scaling`` with ``type``, and sliding windows without ``layer_types``."""
+    folder = make_hf_model("qwen2", False)
     old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    spec = ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **old))
+    spec = read_config(tmp_path, folder, **old)
     assert tuple(spec.ropes[0][key] for key in ("rope_type", "factor", "rope_theta")) == ("linear", 2.0, 500.0)
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3, "layer_types": None}
-    spec = ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **window))
+    spec = read_config(tmp_path, folder, **window)
     assert spec.rules == (CAUSAL, CAUSAL, CAUSAL, Rule(window=4))
-    without = edit_config(make_hf_model, tmp_path, **window | {"use_sliding_window": False})
-    assert ModelSpec.from_folder(without).rules == (CAUSAL,)
+    assert read_config(tmp_path, folder, **window | {"use_sliding_window": False}).rules == (CAUSAL,)
     both = old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
-    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **both)).ropes[0]["rope_type"] == "linear"
+    assert read_config(tmp_path, folder, **both).ropes[0]["rope_type"] == "linear"
 
 
 PUBLISHED = {  # as they stand on the hub, further keys of no matter aside
@@ -107,8 +99,8 @@ def test_published_configs_are_taken(tmp_path, name):
 
 def test_the_smallest_length_of_a_config_holds(make_hf_model, tmp_path):
     """vLLM looks at more keys than max_position_embeddings."""
-    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, max_sequence_length=64)).max_positions == 64
-    assert ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, model_max_length=512)).max_positions == 256
+    for changes, length in (({"max_sequence_length": 64}, 64), ({"model_max_length": 512}, 256)):
+        assert read_config(tmp_path, make_hf_model("qwen2", False), **changes).max_positions == length
 
 
 def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
@@ -118,9 +110,8 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
         ModelSpec.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+REFUSED = {
+    "qwen2": [
         ({"model_type": "mamba"}, r"'mamba', expected one of \['gemma3', .*'qwen3_vl_moe'\]; to train .*"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -154,28 +145,37 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(tmp_path):
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic'"),
     ],
-)
-def test_what_the_engine_lacks_is_refused(make_hf_model, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        ModelSpec.from_folder(edit_config(make_hf_model, tmp_path, **changes))
+    "llama": [
+        ({"sliding_window": 8}, "sets sliding_window, which the engine does not build"),
+        ({"qkv_bias": True}, "sets qkv_bias, which the engine does not build"),
+        ({"logit_scale": 0.5}, "logit_scale 0.5, expected 1"),
+        ({"hidden_size": 130, "head_dim": 32}, "num_attention_heads 4, which do not divide its hidden_size"),
+    ],
+    "qwen3": [
+        ({"head_dim": None}, "head_dim null, expected a whole number"),
+        ({"head_dim": 33}, "head_dim 33, expected an even number"),
+    ],
+    "qwen3_moe": [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9, expected a whole number from 1 to its 8 experts"),
+        ({"num_local_experts": None}, "num_experts None and num_local_experts None, expected one number of experts"),
+        ({"num_experts": 4}, "num_experts 4 and num_local_experts 8, expected one number of experts"),
+        ({"num_experts": [8], "num_local_experts": [8]}, r"num_experts \[8\], expected a whole number"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size 0, expected a whole number of at least 1"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob 1, expected true or false"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 and mlp_only_layers"),
+        ({"decoder_sparse_step": 9}, "has experts in no layer, expected some; lower decoder_sparse_step"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sets use_sliding_window, which the engine does not build"),
+    ],
+}
+"""Family -> changes of its config.json that the engine does not build, and what is said of each."""
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("llama", {"sliding_window": 8}, "sets sliding_window, which the engine does not build"),
-        ("llama", {"qkv_bias": True}, "sets qkv_bias, which the engine does not build"),
-        ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, expected 1"),
-        ("llama", {"hidden_size": 130, "head_dim": 32}, "num_attention_heads 4, which do not divide its hidden_size"),
-        ("qwen3", {"head_dim": None}, "head_dim null, expected a whole number"),
-        ("qwen3", {"head_dim": 33}, "head_dim 33, expected an even number"),
-    ],
+    ("family", "changes", "message"), [(family, *case) for family, cases in REFUSED.items() for case in cases]
 )
-def test_what_a_family_lacks_is_refused(make_hf_model, tmp_path, family, changes, message):
-    config = json.loads(Path(make_hf_model(family, False), "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+def test_what_the_engine_lacks_is_refused(make_hf_model, tmp_path, family, changes, message):
     with pytest.raises(ValueError, match=message):
-        ModelSpec.from_folder(tmp_path)
+        read_config(tmp_path, make_hf_model(family, False), **changes)
 
 
 @pytest.mark.parametrize(
@@ -197,17 +197,32 @@ def test_an_unreadable_config_is_refused(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("family", "settings", "message"),
     [
-        (dict(tp=3, ranks=3), "tp=3 does not divide the model's 4 attention heads"),
-        (dict(pp=3, ranks=3), "pp=3 does not divide the model's 4 layers"),
+        ("qwen2", dict(tp=3, ranks=3), "tp=3 does not divide the model's 4 attention heads"),
+        ("qwen2", dict(pp=3, ranks=3), "pp=3 does not divide the model's 4 layers"),
+        ("qwen3_moe", dict(ep=3, ranks=3), "ep=3 does not divide the model's 8 experts; lower --actor.ep"),
+        ("qwen3_moe", dict(etp=3, ranks=3), "etp=3 does not divide the model's 32 experts' ffn size"),
     ],
 )
-def test_sizes_that_do_not_fit_the_model_are_refused(make_hf_model, settings, message):
-    with pytest.raises(ValueError, match=r"tp=2 x pp=1 x cp=2 needs a multiple of 4 ranks, got 6; set --actor.ranks"):
-        MegatronConfig(tp=2, cp=2, ranks=6)
+def test_sizes_that_do_not_fit_the_model_are_refused(make_hf_model, family, settings, message):
     with pytest.raises(ValueError, match=message):
-        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model("qwen2", False)))
+        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model(family, False)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(tp=2, cp=2, ranks=6), r"tp=2 x pp=1 x cp=2 needs a multiple of 4 ranks, got 6; set --actor.ranks"),
+        (
+            dict(tp=2, ep=4, etp=2, ranks=4),
+            r"pp=1 x ep=4 x etp=2 needs a multiple of 8 ranks, got 4; set --actor.ranks",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronConfig(**settings)
 
 
 def test_rollout_limits_are_checked(make_hf_model):
@@ -226,8 +241,7 @@ def test_published_experts_are_taken(tmp_path):
     config |= {"num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48}
     config |= {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": None}
     config |= {"tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    spec = ModelSpec.from_folder(tmp_path)
+    spec = read_config(tmp_path, config)
     assert spec.experts and (spec.experts.count, spec.experts.chosen, spec.experts.is_normed) == (128, 8, True)
     assert round(spec.count_weights() / 1e9, 1) == 30.5
     used = spec.count_training_flops([0], 1) / 6 + spec.vocab * spec.hidden  # which are looked up, not multiplied
@@ -248,42 +262,6 @@ def test_ranks_share_a_head_of_keys_and_values_evenly(make_hf_model):
             check(uneven)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9, expected a whole number from 1 to its 8 experts"),
-        ({"num_local_experts": None}, "num_experts None and num_local_experts None, expected one number of experts"),
-        ({"num_experts": 4}, "num_experts 4 and num_local_experts 8, expected one number of experts"),
-        ({"num_experts": [8], "num_local_experts": [8]}, r"num_experts \[8\], expected a whole number"),
-        ({"moe_intermediate_size": 0}, "moe_intermediate_size 0, expected a whole number of at least 1"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob 1, expected true or false"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 and mlp_only_layers"),
-        ({"decoder_sparse_step": 9}, "has experts in no layer, expected some; lower decoder_sparse_step"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sets use_sliding_window, which the engine does not build"),
-    ],
-    ids=str,
-)
-def test_what_a_mixture_lacks_is_refused(make_hf_model, tmp_path, changes, message):
-    config = json.loads(Path(make_hf_model("qwen3_moe", False), "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ValueError, match=message):
-        ModelSpec.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "message"),
-    [
-        ("qwen3_moe", dict(ep=3, ranks=3), "ep=3 does not divide the model's 8 experts; lower --actor.ep"),
-        ("qwen3_moe", dict(etp=3, ranks=3), "etp=3 does not divide the model's 32 experts' ffn size"),
-    ],
-)
-def test_experts_that_do_not_fit_the_ranks_are_refused(make_hf_model, family, settings, message):
-    with pytest.raises(ValueError, match=r"pp=1 x ep=4 x etp=2 needs a multiple of 8 ranks, got 4; set --actor.ranks"):
-        MegatronConfig(ranks=4, tp=2, ep=4, etp=2)
-    with pytest.raises(ValueError, match=message):
-        MegatronConfig(**settings).check_model(ModelSpec.from_folder(make_hf_model(family, False)))
-
-
 def test_an_actor_without_experts_spreads_none(make_hf_model):
     """A dense reference beside an actor with experts has its ranks, and no experts of its own."""
     dense, spread = ModelSpec.from_folder(make_hf_model("qwen2", False)), MegatronConfig(ep=2, ranks=2)
@@ -301,8 +279,6 @@ def test_an_actor_without_experts_spreads_none(make_hf_model):
 
 
 def test_routes_are_replayed_of_experts_that_a_byte_numbers(make_hf_model):
-    from rlworker.config.model_checks import check_rollout
-
     dense, spec = (ModelSpec.from_folder(make_hf_model(name, False)) for name in ("qwen2", "qwen3_moe"))
     config = VllmConfig(replay_routes=True, max_model_len=128, max_new_tokens=8)
     spec = replace(spec, head_dim=64)

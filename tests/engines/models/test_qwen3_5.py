@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from support.models import read_config
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
@@ -29,27 +30,21 @@ SEEING["text_config"] = CONFIG | {"model_type": "qwen3_5_text", "mtp_num_hidden_
 """The whole of one that sees images, as such folders nest it."""
 
 
-def read(folder: Path, **changes) -> ModelSpec:
-    config = {key: value for key, value in (CONFIG | changes).items() if value != "left out"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return ModelSpec.from_folder(folder)
-
-
 def test_layers_and_sizes(tmp_path):
-    spec = read(tmp_path)
+    spec = read_config(tmp_path, CONFIG)
     assert spec.rules == ((Rule(state=True),) * 3 + (CAUSAL,)) * 8
     assert (spec.rotary_dim, spec.qk_norm, spec.gates_output) == (64, True, True)
     assert spec.delta == DeltaNet(16, 2, 128, 128, 4)
     assert spec.ropes == ({"rope_theta": 10000000, "rope_type": "default", "partial_rotary_factor": 0.25},)
-    assert read(tmp_path, full_attention_interval="left out", linear_conv_kernel_dim="left out").rules == spec.rules
+    assert read_config(tmp_path, CONFIG, full_attention_interval=..., linear_conv_kernel_dim=...).rules == spec.rules
     kinds = ["full_attention", "linear_attention"] * 16
-    assert read(tmp_path, layer_types=kinds).rules == (CAUSAL, Rule(state=True)) * 16
+    assert read_config(tmp_path, CONFIG, layer_types=kinds).rules == (CAUSAL, Rule(state=True)) * 16
     MegatronConfig(tp=4, pp=2, cp=2, ranks=16, dtype="bfloat16").check_model(spec)
 
 
 def test_weights_by_hand(tmp_path):
     """Of a model of one layer of each kind, by transformers' modules."""
-    spec = read(tmp_path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    spec = read_config(tmp_path, CONFIG, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     hidden, ffn, mixed, values = 4096, 12288, 2 * 16 * 128 + 32 * 128, 32 * 128
     net = (mixed + values + 32 + 32) * hidden + mixed * 4 + 32 + 32 + 128 + values * hidden
     attention = (2 * 16 + 2 * 4) * 256 * hidden + 16 * 256 * hidden + 2 * 256
@@ -67,7 +62,7 @@ def test_weights_by_hand(tmp_path):
 
 def test_flops_by_hand(tmp_path):
     """Attention's pairs in one layer; in the other three products of 128 x 128 numbers for each head and token."""
-    spec = read(tmp_path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    spec = read_config(tmp_path, CONFIG, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     lengths, weights = (30, 12), spec.count_weights() - 248320 * 4096
     pairs, states = 12 * 16 * 256 * (30**2 + 12**2) / 2, 3 * 2 * 3 * 32 * 128 * 128 * 42
     assert spec.count_training_flops(lengths) == 6 * weights * 42 + pairs + states
@@ -78,7 +73,7 @@ def test_flops_by_hand(tmp_path):
     [
         ({"linear_num_value_heads": 24}, "linear_num_value_heads 24, expected a multiple of its 16 linear_num_key_hea"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim 0, expected a whole number of at least 1"),
-        ({"linear_num_key_heads": "left out"}, "lacks the keys .'linear_num_key_heads'"),
+        ({"linear_num_key_heads": ...}, "lacks the keys .'linear_num_key_heads'"),
         ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim 5, expected at most 4"),
         ({"full_attention_interval": 0}, "full_attention_interval 0, expected a whole number of at least 1"),
         ({"layer_types": ["linear_attention"] * 3}, "3 layer_types, expected one for each of its 32 layers"),
@@ -94,12 +89,12 @@ def test_flops_by_hand(tmp_path):
 )
 def test_what_is_not_built_is_named(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        read(tmp_path, **changes)
+        read_config(tmp_path, CONFIG, **changes)
 
 
 def test_other_families_have_no_states(tmp_path):
     with pytest.raises(ValueError, match=r"layer_types .* expected a list .*'full_attention', 'sliding_att"):
-        read(tmp_path, model_type="qwen3", layer_types=["linear_attention"] * 32)
+        read_config(tmp_path, CONFIG, model_type="qwen3", layer_types=["linear_attention"] * 32)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +107,11 @@ def test_other_families_have_no_states(tmp_path):
 )
 def test_tensor_parallel_sizes_that_are_not_built(tmp_path, changes, tp, message):
     with pytest.raises(ValueError, match=message):
-        MegatronConfig(tp=tp, ranks=tp).check_model(read(tmp_path, **changes))
+        MegatronConfig(tp=tp, ranks=tp).check_model(read_config(tmp_path, CONFIG, **changes))
 
 
 def test_a_rollout_that_cannot_be_cut(tmp_path):
-    spec = read(tmp_path, linear_num_key_heads=2, num_key_value_heads=4)
+    spec = read_config(tmp_path, CONFIG, linear_num_key_heads=2, num_key_value_heads=4)
     VllmConfig(tp=2).check_model(spec)
     with pytest.raises(
         ValueError, match="rollout: tp=4 does not divide the model's 2 key heads of layers with a state"
@@ -130,14 +125,13 @@ def test_a_rollout_that_cannot_be_cut(tmp_path):
 def read_seeing(folder: Path, **changes) -> ModelSpec:
     """Read ``SEEING`` with other settings of a part, ``text`` or ``vision``."""
     parts = {f"{part}_config": SEEING[f"{part}_config"] | change for part, change in changes.items()}
-    (folder / "config.json").write_text(json.dumps(SEEING | parts))
-    return ModelSpec.from_folder(folder)
+    return read_config(folder, SEEING, **parts)
 
 
 def test_what_sees_is_the_language_model_with_a_tower(tmp_path):
     """Of the same weights, one folder further in; a tower without features of inner layers; three axes of a quarter of
     a head."""
-    spec, text = read_seeing(tmp_path), read(tmp_path)
+    spec, text = read_seeing(tmp_path), read_config(tmp_path, CONFIG)
     tower = sum(
         math.prod(spec.find_hf_shape(name)) for name in spec.list_hf_names() if name.startswith("model.visual.")
     )

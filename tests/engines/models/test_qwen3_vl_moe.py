@@ -1,26 +1,18 @@
 """Qwen3-VL-MoE's config.json, and its fused and transposed experts in a folder."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors import safe_open
-from support.models import make_vlm
+from support.models import make_vlm, read_config
 from support.ranks.vlm_cases import QWEN3_VL_30B
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 
 
-def read(folder: Path, **text) -> ModelSpec:
-    config = QWEN3_VL_30B | {"text_config": QWEN3_VL_30B["text_config"] | text}
-    (folder / "config.json").write_text(json.dumps(config))
-    return ModelSpec.from_folder(folder)
-
-
 def test_published_sizes_are_taken(tmp_path):
-    spec = read(tmp_path)
+    spec = read_config(tmp_path, QWEN3_VL_30B)
     assert spec.experts and (spec.experts.count, spec.experts.chosen, spec.experts.is_normed) == (128, 8, True)
     assert not spec.tied and spec.vision and spec.vision.deepstack == 3
     assert [spec.vision.axes.count(axis) for axis in range(3)] == [24, 20, 20]
@@ -48,11 +40,12 @@ def test_published_sizes_are_taken(tmp_path):
 )
 def test_what_is_not_built_is_named(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        read(tmp_path, **changes)
+        read_config(tmp_path, QWEN3_VL_30B, **{f"text_config.{key}": value for key, value in changes.items()})
 
 
 def test_dense_layers_are_where_the_config_has_them(tmp_path):
-    spec = read(tmp_path, decoder_sparse_step=2, mlp_only_layers=[3])
+    changes = {"text_config.decoder_sparse_step": 2, "text_config.mlp_only_layers": [3]}
+    spec = read_config(tmp_path, QWEN3_VL_30B, **changes)
     sparse = [number for number, kind in enumerate(spec.kinds) if kind.options.experts]
     assert sparse == [1, *range(5, 48, 2)]
     assert spec.find_hf_shape("model.language_model.layers.3.mlp.gate_proj.weight") == (6144, 2048)
@@ -61,7 +54,6 @@ def test_dense_layers_are_where_the_config_has_them(tmp_path):
 def test_fused_experts_are_turned_by_hand(tmp_path):
     """A row of a folder's tensor is an input; its columns are the outputs of the gate, and then of up."""
     from engines.megatron.weights import _join, _split
-    from engines.models.hf_folder import SafetensorsFolder
 
     spec = ModelSpec.from_folder(make_vlm(tmp_path, "qwen3_vl_moe"))
     folder = SafetensorsFolder(spec.folder)
@@ -84,8 +76,6 @@ def test_fused_experts_are_turned_by_hand(tmp_path):
 def test_experts_as_transformers_saves_them_are_refused(tmp_path):
     """Version 5.19 saves experts as its module has them; vLLM reads them transposed."""
     from transformers import AutoModelForImageTextToText
-
-    from engines.models.hf_folder import SafetensorsFolder
 
     folder = make_vlm(tmp_path / "model", "qwen3_vl_moe")
     AutoModelForImageTextToText.from_pretrained(folder).save_pretrained(tmp_path / "again")

@@ -9,9 +9,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 from support import rollout_workers
-from support.huggingface import load_folder, measure_differences, measure_versions
+from support.huggingface import list_weights, load_folder, measure_differences, measure_versions, nudge
 from support.models import VOCAB
 from support.rollout_workers import Prompt, ask, begin, draw, list_spans, poll, resume, send, take, update_in_flight
 
@@ -61,20 +60,6 @@ def make_requests(prompts, tokens: int, stop=()) -> list[Request]:
     return rollout_workers.make_requests(prompts, Sampling(1, 1.0, tokens, (), stop))
 
 
-def nudge(folder: str):
-    """The folder's model as an optimizer step of the demos' rate leaves it."""
-    model = load_folder(folder)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(7e-4 * torch.randn_like(parameter).sign())
-    return model
-
-
-def name_weights(model) -> list:
-    return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
-
-
 def leave_caches(worker, left: bool) -> None:
     """Leave the caches as they are when new weights come, or empty them again."""
     if left:
@@ -89,12 +74,12 @@ def test_new_weights_in_flight_are_those_of_the_next_token(rollouts, folder, mea
     Two completions share a prompt, before and after.
     """
     (worker,) = rollouts.workers
-    prompts, old, new = make_prompts(4, 150) * 2, load_folder(folder), nudge(folder)
+    prompts, old, new = make_prompts(4, 150) * 2, load_folder(folder), nudge(load_folder(folder))
     for left in (False, True):
-        first = send(worker, name_weights(old))
+        first = send(worker, list_weights(old))
         if left:
             ask(worker.__ray_call__, leave_caches, True)
-        completions = update_in_flight(worker, make_requests(prompts, 200), 100, name_weights(new))
+        completions = update_in_flight(worker, make_requests(prompts, 200), 100, list_weights(new))
         if left:
             ask(worker.__ray_call__, leave_caches, False)
         versions, lengths = list_spans(completions)
@@ -108,7 +93,7 @@ def test_new_weights_in_flight_are_those_of_the_next_token(rollouts, folder, mea
 
 def test_a_round_of_single_requests_is_that_of_prompts_and_repeats_whatever_came_before(rollouts, folder):
     (worker,), prompts, stream = rollouts.workers, make_prompts(6, 140), (3, 1)
-    send(worker, name_weights(load_folder(folder)))
+    send(worker, list_weights(load_folder(folder)))
     grouped = [request for request in make_requests(prompts, 8, STOP) for _ in range(4)]
     first = rollouts.sample(grouped, stream)
     assert first == draw(worker, prompts, Sampling(4, 1.0, 8, (*stream, 0), STOP)), "bit for bit"
@@ -191,13 +176,13 @@ def test_new_weights_come_behind_what_vllm_computes_ahead(own, folder, measured)
 
     ask(own.__ray_call__, schedule_ahead)
     ask(own.start, ModelSpec.from_folder(folder), CONFIG)
-    prompts, models = make_prompts(8, 150), {0: load_folder(folder), 1: nudge(folder)}
+    prompts, models = make_prompts(8, 150), {0: load_folder(folder), 1: nudge(load_folder(folder))}
     requests = make_requests(prompts, 200)
     begin(own, requests, 50)
     assert ask(own.__ray_call__, count_batches) == 0, "nothing is under way in a pause"
     resume(own)
     ask(own.abort, range(8))
-    completions = update_in_flight(own, requests, 100, name_weights(models[1]))
+    completions = update_in_flight(own, requests, 100, list_weights(models[1]))
     versions, lengths = list_spans(completions)
     assert versions == [0, 1] * 8 and min(lengths) > 90
     found = measure_versions(models, prompts, completions)

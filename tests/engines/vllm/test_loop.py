@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engines.vllm import update
 from engines.vllm.loop import EngineLoop
 
 SOON_S = 20.0
@@ -307,8 +308,6 @@ def test_a_loop_counts_what_is_open_and_the_time_with_nothing_to_do(started):
 
 
 def test_a_process_whose_update_stays_half_done_ends_itself(monkeypatch):
-    from engines.vllm import update
-
     ended = threading.Event()
     monkeypatch.setattr(update.os, "_exit", lambda code: ended.set())
     limit = update.UpdateLimit(0.3)

@@ -1,12 +1,13 @@
 """States in vLLM: logprobs against HuggingFace of prompts in chunks, of cached beginnings and after a weight sync."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from support.huggingface import load_folder, measure_differences, name_weights
+from support.huggingface import load_folder, measure_differences, move_weights, name_weights
 from support.models import LANGUAGE_MODELS, VOCAB
-from support.rollout_workers import Prompt, ask, find_unlike, make_requests, send
+from support.rollout_workers import Prompt, ask, find_unlike, make_requests, send, start_engine
 
 from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
@@ -27,15 +28,12 @@ SAMPLING = Sampling(4, 1.0, 24, (1,), (2, 11, 12, 13))
 
 @pytest.fixture(scope="module", params=[{}, CHUNKS], ids=["whole prompts", "chunks"])
 def rollout(request, cluster, tmp_path_factory):
-    from rlworker.cluster.rollout_group import Rollouts
-
     family, settings = LANGUAGE_MODELS["qwen3_5_text"]
     settings = settings | {"max_position_embeddings": CONFIG.max_model_len, "eos_token_id": 2}
     spec = ModelSpec.from_folder(
         make_tiny_text(tmp_path_factory.mktemp("model"), family, VOCAB, tied=False, **settings)
     )
-    with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(spec, replace(CONFIG, vllm=request.param)).wait().workers
+    with start_engine(spec, replace(CONFIG, vllm=request.param)) as worker:
         yield worker, spec, 8 if request.param else 1  # prompts are cut at the last end of a block as well
 
 
@@ -63,11 +61,7 @@ def sample(worker, requests, seed: int) -> tuple[list[Completion], list[int], in
 
 def test_logprobs_before_and_after_a_sync(rollout, measured):
     worker, spec, least = rollout
-    old, new = load_folder(spec.folder), load_folder(spec.folder)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in name_weights(new, spec).values():
-            parameter.mul_(1.1).add_(0.01 * torch.randn_like(parameter))
+    old, new = load_folder(spec.folder), move_weights(load_folder(spec.folder), spec)
     requests = make_requests(PROMPTS, SAMPLING)
     for label, model in (("before", old), ("after", new)):
         weights = name_weights(model, spec)
@@ -98,7 +92,6 @@ def test_a_stale_convolution_is_named(rollout):
 
 def start_without_layer(worker, spec: ModelSpec, config: VllmConfig) -> str:
     """Start an engine of a vLLM that passes over what was registered with it; this runs in the engine's process."""
-    from unittest.mock import patch
 
     from hardware.cpu import state_rule
 

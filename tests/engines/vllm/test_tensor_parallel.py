@@ -5,6 +5,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from support.huggingface import load_folder, measure_versions
@@ -14,6 +15,7 @@ from support.rollout_workers import Prompt, ask, draw, find_unlike, list_spans, 
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
+from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
 from rlworker.checks.tiny_models import make_tiny_model
@@ -57,8 +59,6 @@ def compare_engines(one, two, prompts, seed: int) -> float:
 
 def change(folder: str, seed: int) -> list[tuple[str, torch.Tensor]]:
     """Other weights for a model's folder, tied as it is."""
-    from engines.models.hf_folder import SafetensorsFolder
-
     torch.manual_seed(seed)
     weights, names = SafetensorsFolder(folder), sorted(ModelSpec.from_folder(folder).list_hf_names())
     return [(name, weights[name] * 1.1 + 0.02 * torch.randn(weights[name].shape)) for name in names]
@@ -163,16 +163,12 @@ def test_two_devices_share_out_experts(cluster, tmp_path, measured, family):
 
 def find_processes(worker) -> list:
     """The engine's process, and those of its devices."""
-    import psutil
-
     engine = psutil.Process(ask(worker.__ray_call__, lambda _: os.getpid()))
     return [engine, *(child for child in engine.children() if "VLLM::Worker" in " ".join(child.cmdline()))]
 
 
 def wait_for_end(processes: list) -> list:
     """Those of the processes that are left after ``GONE_S``."""
-    import psutil
-
     return psutil.wait_procs(processes, timeout=GONE_S)[1]
 
 

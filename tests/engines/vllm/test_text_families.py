@@ -4,11 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.factors import FAMILIES, STATE_FAMILIES
-from support.huggingface import load_folder, measure_differences, name_weights
+from support.huggingface import load_folder, measure_differences, move_weights, name_weights
 from support.models import LANGUAGE_MODELS, VOCAB
-from support.rollout_workers import Prompt, draw, find_unlike, send
+from support.rollout_workers import Prompt, draw, find_unlike, send, start_engine
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
@@ -36,8 +35,6 @@ OF_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
 @pytest.mark.parametrize("family", [*FAMILIES, *OF_EXPERTS, *STATE_FAMILIES])
 def test_logprobs_before_and_after_a_sync(cluster, tmp_path, measured, family):
     """Prompts of several windows, where layers have one."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     settings = ENDS | ({"sliding_window": 6} | WINDOWED[family] if family in WINDOWED else {})
     if family in OF_EXPERTS + STATE_FAMILIES:
         settings = LANGUAGE_MODELS[family][1] | settings
@@ -49,21 +46,15 @@ def test_logprobs_before_and_after_a_sync(cluster, tmp_path, measured, family):
         Path(folder, "model.safetensors").unlink()
         for name in ("consolidated.safetensors", "params.json"):
             Path(folder, name).write_text("not to be read")
-    spec, old, new = ModelSpec.from_folder(folder), load_folder(folder), load_folder(folder)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in name_weights(new, spec).values():
-            parameter.mul_(1.1).add_(0.01 * torch.randn_like(parameter))
+    spec, old = ModelSpec.from_folder(folder), load_folder(folder)
+    new = move_weights(load_folder(folder), spec)
     first, then = name_weights(old, spec), name_weights(new, spec)
-    with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(spec, CONFIG).wait().workers
+    with start_engine(spec, CONFIG) as worker:
         before = draw(worker, PROMPTS, SAMPLING)
         send(worker, then.items(), 20_000)
         after = draw(worker, PROMPTS, SAMPLING)
         assert find_unlike(worker, then.items()) == set()
-    with Rollouts("cpu", 1) as rollouts:  # in the same process
-        bf16 = replace(CONFIG, dtype="bfloat16")
-        (worker,) = rollouts.start(spec, bf16).wait().workers
+    with start_engine(spec, replace(CONFIG, dtype="bfloat16")) as worker:  # in the same process
         send(worker, first.items())
         rounded = measure_differences(old, PROMPTS, draw(worker, PROMPTS, SAMPLING))
         measured({"bfloat16, mean": float(rounded.mean())})

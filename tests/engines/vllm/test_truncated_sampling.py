@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.huggingface import load_folder, make_batch
-from support.rollout_workers import Prompt, draw, send
+from support.huggingface import list_weights, load_folder, make_batch
+from support.rollout_workers import Prompt, draw, send, start_engine
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
@@ -37,15 +37,12 @@ PROMPTS = [Prompt((40, 41, 42)), Prompt((50,)), Prompt((60, 61, 62, 63, 64))]
 @pytest.fixture(scope="module")
 def drawn(cluster, tmp_path_factory):
     """An engine's completions of a model with likely and unlikely ids, the model, and the engine."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     folder = str(make_model(tmp_path_factory.mktemp("model"), 0))
     model = load_folder(folder)
-    with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).wait().workers
+    with start_engine(ModelSpec.from_folder(folder), CONFIG) as worker:
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(3)  # the output layer too: some ids become likely
-        send(worker, [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"])
+        send(worker, list_weights(model))
         completions = draw(worker, PROMPTS, Sampling(32, TEMPERATURE, MOST, (1,), (EOS,)))
         yield completions, model, worker
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support import rollout_workers
 from support.factors import IMAGE_STATE_FAMILIES, VIDEO_FAMILIES
-from support.huggingface import measure_differences
+from support.huggingface import measure_differences, move_weights
 from support.ranks.vlm_cases import IMAGE_SIZES, make_images, make_prompts, make_videos
-from support.rollout_workers import draw
+from support.rollout_workers import draw, start_engine
 
 from engines.batch.samples import Image, Sampling
 from engines.config import VllmConfig
@@ -109,11 +109,8 @@ def test_transformers_and_vllm_disagree_about_text_after_a_long_video(family, gr
 @pytest.fixture(scope="module")
 def rollout(model, cluster, tmp_path_factory):
     """An engine and prompts of it."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     folder = tmp_path_factory.mktemp("shown")
-    with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(model, CONFIG).wait().workers
+    with start_engine(model, CONFIG) as worker:
         yield worker, make_prompts(model, [*make_images(folder), *make_videos(folder)], ROWS)
 
 
@@ -134,9 +131,7 @@ def test_logprobs_before_and_after_new_weights(rollout, model, measured):
         measured({f"mean {label}": float(found.mean()), f"largest {label}": float(found.max())})
         assert found.mean() <= 2e-6 and found.max() <= 1e-4
         if label == "before":
-            with torch.no_grad():
-                for parameter in hf.parameters():
-                    parameter.mul_(1.1).add_(0.02 * torch.randn_like(parameter))
+            move_weights(hf, scale=0.02)
             stale = measure_differences(hf, prompts, completions, 1.0, model)
             assert stale.max() > 0.05, "the test can tell old weights from new"
             send()

@@ -7,9 +7,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences
+from safetensors.torch import load_file, save_file
+from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences, move_weights
 from support.models import VOCAB
-from support.rollout_workers import Prompt, ask, draw, find_unlike, make_requests, send
+from support.rollout_workers import Prompt, ask, draw, find_unlike, make_requests, send, start_engine
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion, Sampling
@@ -34,11 +35,8 @@ def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
 )
 def rollout(request, cluster, make_hf_model):
     """An engine, its model's folder and whether it is tied. The trainers' default run has one that is not."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     folder = make_hf_model("qwen2", request.param)
-    with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(ModelSpec.from_folder(folder), CONFIG).wait().workers
+    with start_engine(ModelSpec.from_folder(folder), CONFIG) as worker:
         yield worker, folder, request.param
 
 
@@ -64,12 +62,7 @@ def weights_of(model, tied):
 
 
 def changed(folder):
-    model = load_folder(folder)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1).add_(0.01 * torch.randn_like(parameter))
-    return model
+    return move_weights(load_folder(folder))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -242,17 +235,13 @@ def test_a_prompt_is_computed_once_for_all_of_its_samples(rollout):
 @pytest.mark.parametrize("tokens", [40, 90])
 def test_samples_that_begin_and_end_at_other_times_share_a_prompt(cluster, make_hf_model, measured, seqs, tokens):
     """Few at a time; with keys and values given up for want of memory and computed again; and from one to another."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     folder = make_hf_model("qwen2", False)
     prompts = [Prompt(tuple(20 + (i * 7 + length) % 70 for i in range(length))) for length in (50, 75, 120)]
-    with Rollouts("cpu", 1) as rollouts:
-        config = replace(CONFIG, max_num_seqs=seqs, kv_cache_mb=2, max_new_tokens=tokens)
-        (worker,) = rollouts.start(ModelSpec.from_folder(folder), config).wait().workers
+    config = replace(CONFIG, max_num_seqs=seqs, kv_cache_mb=2, max_new_tokens=tokens)
+    with start_engine(ModelSpec.from_folder(folder), config) as worker:
         first, again = (draw(worker, prompts, sampling(count=12, max_tokens=tokens)) for _ in range(2))
-    with Rollouts("cpu", 1) as rollouts:
-        other = replace(config, vllm={"enable_prefix_caching": False, "block_size": 64})
-        (worker,) = rollouts.start(ModelSpec.from_folder(folder), other).wait().workers
+    other = replace(config, vllm={"enable_prefix_caching": False, "block_size": 64})
+    with start_engine(ModelSpec.from_folder(folder), other) as worker:
         assert ask(worker.__ray_call__, read_settings) == (64, True), "what a user sets comes before the platform's"
         requests = make_requests(prompts, sampling(count=12, max_tokens=tokens))
         alone, _ = ask(worker.__ray_call__, count_computed, requests, 0)
@@ -321,7 +310,6 @@ def mixture(tmp_path):
 
 def replace_experts(worker, folder: str, with_workaround: bool) -> list[float]:
     """vLLM's logprobs of ``TEXT`` after new weights came in, which are left in the folder: this runs in its process."""
-    from safetensors.torch import load_file, save_file
     from vllm import LLM, SamplingParams
 
     import engines.vllm.worker as extension
@@ -371,17 +359,13 @@ def test_experts_are_packed_anew(patched, mixture):
 @pytest.mark.large
 def test_an_engine_that_was_handed_on_samples_what_a_new_one_does(patched, make_hf_model):
     """The process has run another model, at other sizes and with other weights, before."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     folders = make_hf_model("qwen2", True), make_hf_model("llama", False)
     first, other = (ModelSpec.from_folder(folder) for folder in folders)
-    with Rollouts("cpu", 1) as rollouts:
-        (before,) = rollouts.start(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)).wait().workers
+    with start_engine(other, replace(CONFIG, max_model_len=64, max_num_seqs=8)) as before:
         send(before, weights_of(changed(other.folder), False))
         draw(before, PROMPTS, sampling(seed=9))
     ask(patched.start, first, CONFIG)
-    with Rollouts("cpu", 1) as rollouts:
-        (kept,) = rollouts.start(first, CONFIG).wait().workers
+    with start_engine(first, CONFIG) as kept:
         assert kept == before, "the process was handed on"
         assert ask(kept.get_version) == 0
         for seed in (1, 2):

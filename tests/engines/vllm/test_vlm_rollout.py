@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from support import rollout_workers
 from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
-from support.huggingface import make_batch, measure_differences, measure_versions, name_weights
-from support.models import make_vlm
+from support.huggingface import make_batch, measure_differences, measure_versions, move_weights, name_weights
+from support.models import make_vlm, read_config
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
-from support.rollout_workers import Prompt, ask, draw, make_requests
+from support.rollout_workers import Prompt, ask, draw, make_requests, start_engine
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
@@ -35,12 +37,9 @@ LAST = 4
 )
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
-    with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(model, CONFIG).wait().workers
+    with start_engine(model, CONFIG) as worker:
         yield worker, model, make_prompts(model, make_images(tmp_path_factory.mktemp("images")))
 
 
@@ -85,10 +84,7 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
         weights = name_weights(hf, model).items()
         assert rollout_workers.find_unlike(worker, weights, columns=3 * (label == "before")) == unread
         if label == "before":
-            torch.manual_seed(3)
-            with torch.no_grad():
-                for parameter in hf.parameters():
-                    parameter.mul_(1.1).add_(0.02 * torch.randn_like(parameter))
+            move_weights(hf, scale=0.02)
             stale = by_kind(model, hf, prompts, completions, temperature)
             assert min(values.max() for values in stale.values()) > 0.05, "the test can tell old weights from new"
             send(worker, hf, model)
@@ -218,7 +214,6 @@ def _list_parts(worker) -> list[str]:
 
 def _leave_out_builder(worker, requests, seed: int) -> list:
     """Sample as vLLM does by itself."""
-    from unittest.mock import patch
 
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
@@ -248,16 +243,12 @@ def test_without_the_builder_images_are_read_causally(rollout, measured):
 @pytest.mark.large
 def test_an_output_layer_of_its_own_that_the_language_model_alone_tells_of(cluster, tmp_path, measured):
     """Older folders of InternVL leave out for the whole whether it is tied, and vLLM would take it for tied."""
-    from rlworker.cluster.rollout_group import Rollouts
-
     folder = make_vlm(tmp_path / "model", "internvl", tied=False)
-    hf, path = load_huggingface(ModelSpec.from_folder(folder)), tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    assert (config.pop("tie_word_embeddings"), config["text_config"]["tie_word_embeddings"]) == (False, False)
-    path.write_text(json.dumps(config))
-    model, prompts = ModelSpec.from_folder(folder), [Prompt((20, 21, 22)), Prompt((30,))]
-    with Rollouts("cpu", 1) as rollouts:
-        (worker,) = rollouts.start(model, CONFIG).wait().workers
+    hf, config = load_huggingface(ModelSpec.from_folder(folder)), json.loads(Path(folder, "config.json").read_text())
+    assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
+    model = read_config(tmp_path / "model", folder, tie_word_embeddings=...)
+    prompts = [Prompt((20, 21, 22)), Prompt((30,))]
+    with start_engine(model, CONFIG) as worker:
         found = measure_differences(hf, prompts, draw(worker, prompts, sampling()), spec=model)
     measured({"text": float(found.max())})
     assert found.mean() <= 2e-6 and found.max() <= 1e-4

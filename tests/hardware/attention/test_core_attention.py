@@ -4,6 +4,7 @@ import itertools
 import re
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -15,10 +16,12 @@ from support.factors import LAYOUTS, PLATFORMS
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
-from engines.probes.faults import collect_faults
+from engines.probes.faults import collect_faults, mend, plant
 from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.attention.mask_spec import Sharing
 from hardware.attention.rules import CAUSAL, Rule
+from hardware.cuda.emulated import EmulatedCudaPlatform
+from hardware.npu import attention_plan as npu_plan
 from hardware.platforms import get_platform
 from rlworker.checks.case import make_probe_case
 from rlworker.checks.device.attention import LENGTHS, RULES, SHARED, compare_attention
@@ -29,8 +32,6 @@ from rlworker.checks.trainer import RULES as PROBED_RULES
 def attend_all_ranks(rank, world, name, lengths, kind, cp, rules, layer, slots, mode=None, sharing=None):
     """Differences of the output and of the gradients; ``mode`` is the NPU's for every rule."""
     platform, build_inputs = start_process(rank, name), None
-    from hardware.npu import attention_plan as npu_plan
-
     if mode is not None:
         build_inputs = lambda spec, turn: npu_plan.build_attention_inputs(spec, turn, dict.fromkeys(spec.rules, mode))  # noqa: E731
     pairs = compare_attention(
@@ -91,9 +92,6 @@ FAULTY = {
 
 
 def attend_with_fault(fault, rank, world, name, *args):
-    from types import SimpleNamespace
-
-    from engines.probes.faults import mend, plant
 
     plant(SimpleNamespace(platform=start_process(rank, name)), fault)
     try:
@@ -188,8 +186,6 @@ def test_each_layer_has_its_rule_and_a_pack_may_be_of_a_fixed_size(one_rank, pla
 
 
 def attend_by_sdpa(rank, world, *args):
-    from hardware.cuda.emulated import EmulatedCudaPlatform
-
     with patch.object(EmulatedCudaPlatform, "varlen_types", ()):
         return attend_all_ranks(rank, world, "cuda-emulated", *args)
 
@@ -238,7 +234,6 @@ def test_a_call_is_as_wide_as_its_longest_sequence(one_rank, cp, groups):
 def test_a_dense_mask_or_bias_is_refused(one_rank):
     def call(rank, world):
         start_process(rank)
-        from types import SimpleNamespace
 
         from megatron.core.transformer import TransformerConfig
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
+from hardware.attention import capabilities
 from hardware.attention.grouped_sdpa import GroupedPlan
 from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import CAUSAL, Rule
@@ -93,7 +95,6 @@ def test_the_kernel_gets_the_very_tensors(one_rank):
 
     def call(rank, world):
         start_process(rank, "cuda-emulated")
-        from types import SimpleNamespace
 
         from megatron.core.transformer import TransformerConfig
         from torch.nn.attention import varlen
@@ -170,8 +171,6 @@ def test_what_the_kernel_does_not_take_goes_to_sdpa(dtype, head, device, emulate
 
 def test_a_refused_cell_of_the_kernel_that_is_taken_is_told():
     layout = Layout.build((5, 3), "thd")
-    from hardware.attention import capabilities
-
     for dtype, backend in ((torch.bfloat16, "torch_varlen"), (torch.float32, "torch_sdpa")):
         place = (backend, "thd", False, "causal")
         refused = patch.dict(capabilities.TABLE, {place: capabilities.Cell(False, "it was flipped", "another")})

@@ -5,9 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.ranks.engines_cases import join_group
+from support.ranks.engines_cases import join_group, leave_groups, start_process
 from support.ranks.pool import draw_address
 
+from engines.config import MegatronConfig
+from engines.megatron.layout import Layout
+from hardware.attention.rules import Rule
+from hardware.collectives import refuse_shared_devices
 from hardware.cuda.platform import CudaPlatform
 from hardware.megatron import shims as megatron_shims
 from hardware.platform import list_ray_resources
@@ -85,8 +89,6 @@ def test_a_torch_for_cpus_is_refused(monkeypatch):
 
 
 def share(rank, world, address, keys):
-    from hardware.collectives import refuse_shared_devices
-
     group = join_group(rank, world, address)
     try:
         refuse_shared_devices(keys[rank], group)
@@ -104,9 +106,7 @@ def test_two_ranks_on_one_device_are_refused(two_ranks):
 
 def test_an_engine_asks_for_shared_devices_before_it_builds(two_ranks):
     def start(rank, world, address):
-        from support.ranks.engines_cases import leave_groups, start_process
 
-        from engines.config import MegatronConfig
         from engines.megatron.groups import init_distributed
 
         platform = start_process(rank)
@@ -164,9 +164,6 @@ def test_what_goes_to_a_device_is_pinned_and_not_waited_for(monkeypatch):
 
 def test_a_plan_travels_so(monkeypatch):
     """Every tensor of it: none is left behind, and none is waited for."""
-    from engines.megatron.layout import Layout
-    from hardware.attention.rules import Rule
-
     moved, move = [], torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kw: moved.append(kw) or move(self, *args, **kw))

@@ -6,7 +6,7 @@ from support.ranks.engines_cases import build_engine, gather_logits, make_batch,
 from support.ranks.pool import draw_address
 
 from engines.probes.case import ProbeCase
-from engines.probes.faults import FAULTS
+from engines.probes.faults import FAULTS, mend, plant
 from hardware.attention.rules import CHUNK, Rule
 from rlworker.checks.case import make_probe_case
 
@@ -21,7 +21,6 @@ def probe(rank, world, address, folder, settings, faults):
     """For each fault: in each layout what the probe of layers found on this rank, in thd what that of the whole model
     did, and how far logits are from those without a fault; ``""`` plants none."""
     engine = build_engine(rank, world, address, folder, settings)
-    from engines.probes.faults import mend, plant
     from engines.probes.megatron import probe_attention, probe_tokens
 
     _, shard = plan(engine, make_batch())
@@ -39,9 +38,8 @@ def probe(rank, world, address, folder, settings, faults):
     return found
 
 
-@pytest.mark.parametrize(
-    "size", ["one", *(pytest.param(size, marks=pytest.mark.large) for size in ("TP2", "CP2", "PP2", "TP2-CP2"))]
-)
+@pytest.mark.large
+@pytest.mark.parametrize("size", ["one", "TP2", "CP2", "PP2", "TP2-CP2"])
 def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size):
     case = draw_address(), make_hf_model(STATE_FAMILIES[0], False), parse_size(size), [""]
     for rank in pool_of(size).run(probe, *case):

@@ -8,6 +8,8 @@ from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
 from torch.utils.checkpoint import checkpoint
 
+from hardware.megatron.form import Experts
+
 HIDDEN, WIDTH, COUNT, CHOSEN, TOKENS = 16, 8, 6, 2, 11
 
 
@@ -19,7 +21,6 @@ def make_layer(rank, world, address, **changes):
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from hardware.megatron.experts import ExpertLayer
-    from hardware.megatron.form import Experts
 
     join_group(rank, world, address)
     mpu.initialize_model_parallel(create_gloo_process_groups=False)
@@ -115,7 +116,6 @@ def test_the_router_computes_in_fp32(one_rank):
 def make_router(**options):
     """A router by itself, which needs no process group."""
     from hardware.megatron.experts import Router
-    from hardware.megatron.form import Experts
 
     torch.manual_seed(1)
     losses = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)

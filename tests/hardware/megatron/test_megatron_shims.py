@@ -4,7 +4,10 @@ import pytest
 import torch
 from support.ranks.engines_cases import build_engine, join_group, leave_groups, make_batch, plan, start_process
 from support.ranks.pool import Ranks, draw_address
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hardware.megatron import shims as megatron_shims
+from hardware.megatron.shims import SHIMS
 from rlworker.checks.huggingface import probe_loss
 
 SINGLE = ("current_device", "factories", "tensor_types")
@@ -24,8 +27,6 @@ SYMPTOMS = {
 def train_without(rank, world, address, folder, shim_name, settings):
     """What one optimizer step raises with one shim taken back; None where it runs."""
     start_process(rank)
-    from hardware.megatron.shims import SHIMS
-
     shim = next(s for s in SHIMS if s.name == shim_name)
     leave_groups()
     undo = taken_back(shim)
@@ -43,8 +44,6 @@ def train_without(rank, world, address, folder, shim_name, settings):
 
 def taken_back(shim):
     """Undo an installed shim, by the originals that it kept; returns how to put it on again."""
-    from hardware.megatron import shims as megatron_shims
-
     megatron_shims.INSTALLED.pop(shim.name)()
 
     def again():
@@ -87,8 +86,6 @@ def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
 
     def save_and_load(rank, world, address, folder, target):
         start_process(rank)
-        from hardware.megatron.shims import SHIMS
-
         again = taken_back(next(s for s in SHIMS if s.name == "adam"))
         try:
             engine = build_engine(rank, world, address, folder, {})
@@ -142,8 +139,6 @@ def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks)
 
 def step_watched(rank, world, address, folder):
     """Collectives over a buffer's shards in an optimizer step, its gradient norm and the weights that it leaves."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     names = set()
 
     class Collectives(TorchDispatchMode):
@@ -164,8 +159,6 @@ def test_a_lone_rank_neither_sums_nor_gathers_buffers(one_rank, make_hf_model):
 
     def step_both_ways(*case):
         start_process(case[0])
-        from hardware.megatron.shims import SHIMS
-
         with_shim = step_watched(*case)
         again = taken_back(next(s for s in SHIMS if s.name == "lone_rank"))
         try:

@@ -10,6 +10,7 @@ from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.config import MegatronConfig, OptimizerConfig
+from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import probe_loss
 
@@ -91,8 +92,6 @@ def test_biases_move_alike_over_ranks(one_rank, pool_of, make_hf_model, size):
 
 
 def export_rounded(rank: int, world: int, address: str, folder: str, target: str) -> dict:
-    from engines.models.hf_folder import save_hf_folder
-
     engine = build_engine(rank, world, address, folder, {"dtype": "bfloat16"})
     save_hf_folder(engine.export_weights(), engine.model, target, 10**9)
     return {name: tensor.clone() for name, tensor in engine.export_weights()}

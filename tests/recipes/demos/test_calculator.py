@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from support.program import run_recipe
 
+from engines.models.spec import ModelSpec
+from rlworker.data.rows import list_stop_tokens, load_tokenizer, read_rows
+from rlworker.environments.codec import Codec
 from rlworker.tracking.log import read_metrics
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The calculator, made: rows of training and held-out ones, a codec of its tokenizer and its model."""
-    from engines.models.spec import ModelSpec
     from recipes.demos.calculator import CALCULATOR, DEFAULT
-    from rlworker.data.rows import list_stop_tokens, load_tokenizer, read_rows
-    from rlworker.environments.codec import Codec
 
     folder = tmp_path_factory.mktemp("calculator")
     CALCULATOR.make_data(folder)

@@ -21,7 +21,6 @@ from rlworker.config.sections import CriticConfig
 
 PROMPTS, GROUP, LONGEST, PROMPT = 3, 4, 10, 2
 ROLLOUT = VllmConfig(max_new_tokens=LONGEST)
-NAMED_COLUMNS = ("old_logprobs", "ref_logprobs", "values", "turn_rewards")
 
 
 def configure(name: str, **settings) -> RunConfig:

@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import LAYOUTS, parse_size
+from support.factors import LAYOUTS, count_ranks, parse_size
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.batch.batch import TrainBatch
+from engines.batch.shard import list_columns
+from engines.models.spec import ModelSpec
 from rlworker.algorithms import losses
 from rlworker.algorithms.losses import constant_length, policy_loss, sequence_mean, sft_loss, token_mean, value_loss
 
@@ -81,10 +83,7 @@ def compute_gradients(
     rank: int, world: int, address: str, folder: str, settings: dict, head: str, cases: dict, logprobs=None
 ) -> dict:
     """Gradients and metric sums of each loss, and the logprobs that ratios are made against."""
-    from engines.models.spec import ModelSpec
-
     engine = build_engine(rank, world, address, ModelSpec.from_folder(folder, head=head), settings)
-    from engines.batch.shard import list_columns
     from engines.probes.megatron import gather_gradients
 
     if head == "language" and logprobs is None:
@@ -127,6 +126,7 @@ FEW_CUTS = ("DP2-split", "PP2-split", "TP2-CP2-split")
 @matrix(
     {"cut": tuple(CUTS), "head": tuple(HEADS), "layout": LAYOUTS},
     allowed=lambda case: case["head"] == "language" or case["cut"] in FEW_CUTS,
+    heavy=lambda case: count_ranks(CUTS[case["cut"]][0]) == 4 and case["layout"] == "bshd",
 )
 def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, cut, head, layout):
     (size, settings), cases = CUTS[cut], HEADS[head]

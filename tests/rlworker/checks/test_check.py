@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from support.factors import PLATFORMS
+from support.models import write_config
 from support.program import run_program
 
 from engines.batch.beginnings import find_beginnings
@@ -24,7 +25,7 @@ from rlworker import __main__ as cli
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.tiny_models import make_tiny_model
-from rlworker.checks.trainer import Finding
+from rlworker.checks.trainer import Finding, _describe_influences
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.large)])
@@ -119,8 +120,6 @@ def test_a_failed_check_is_the_exit_status(monkeypatch, capsys):
 
 
 def test_a_fault_is_told_in_words():
-    from rlworker.checks.trainer import _describe_influences
-
     influences = [
         Influence(3, {"the future": 2}, 0, "sequence 0 at 1 sees sequence 0 at 2"),
         Influence(2, {"a neighbour in the pack": 4}, 1, "sequence 1 at 0 sees sequence 0 at 0"),
@@ -138,10 +137,8 @@ def test_the_case_is_longer_than_the_window_and_within_the_positions(make_hf_mod
     counts = find_beginnings(case.batch, MegatronConfig(), get_platform("cpu")).common
     assert sorted(counts)[-3:] == [40, 40, 40], "four samples of a prompt that is computed once"
     assert case.probe.columns == tuple(range(sum(case.probe.lengths))) and case.probe == case.token_probe
-    config = json.loads(Path(make_tiny_model(tmp_path, "qwen2"), "config.json").read_text())
-    config |= {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    made_for = ModelSpec.from_folder(tmp_path)
+    window = {"use_sliding_window": True, "sliding_window": 240, "max_window_layers": 0, "layer_types": None}
+    made_for = ModelSpec.from_folder(write_config(tmp_path, make_tiny_model(tmp_path, "qwen2"), **window))
     made = make_case(made_for, 1, str(tmp_path))
     case = made.window_probe
     assert case.lengths[-1] == 246, "the last token does not see the first six"
@@ -228,7 +225,6 @@ def test_padding_stands_in_no_text_of_a_check(make_hf_model, tmp_path):
     folder = shutil.copytree(make_hf_model("qwen2", False), tmp_path / "model")
     spec = ModelSpec.from_folder(folder)
     used = int(make_case(spec, 1, str(tmp_path)).batch.inputs[0])
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": used}))
+    write_config(folder, folder, pad_token_id=used)
     batch = make_case(spec, 1, str(tmp_path)).batch
     assert used not in batch.inputs and used not in batch.targets and batch.num_tokens

@@ -1,11 +1,11 @@
 """What ``rlworker plan`` says, against numbers worked by hand."""
 
-import json
 import re
 import sys
 from dataclasses import replace
 
 import pytest
+from support.models import write_config
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
@@ -28,8 +28,12 @@ QWEN_7B |= {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_em
 
 @pytest.fixture
 def folder(tmp_path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    return str(tmp_path)
+    return write_config(tmp_path, QWEN_7B)
+
+
+@pytest.fixture
+def models(folder) -> dict[str, ModelSpec]:
+    return {"actor": ModelSpec.from_folder(folder)}
 
 
 def config_of(folder: str, **changes) -> RunConfig:
@@ -46,11 +50,10 @@ def config_of(folder: str, **changes) -> RunConfig:
     return replace(config, **changes)
 
 
-def test_a_known_model_by_hand(folder):
+def test_a_known_model_by_hand(folder, models):
     """bf16: 2 bytes a weight and 4 a gradient on each of 4 tensor-parallel ranks, norms whole on each; 12 bytes a
     weight of optimizer, halved over two replicas; buffers padded by less than a thousandth."""
-    model = ModelSpec.from_folder(folder)
-    plan = make_plan(config_of(folder), {"actor": model})
+    plan = make_plan(config_of(folder), models)
     (trainer, rollout) = plan.needs
     norms = (2 * 28 + 1) * 3584
     mine = (7_615_616_512 - norms) / 4 + norms
@@ -61,10 +64,10 @@ def test_a_known_model_by_hand(folder):
     assert (engine.parameters, engine.activations) == (2 * 7_615_616_512, 20 * 2**30)
 
 
-def test_a_rollout_engine_of_several_devices_is_cut_over_them(folder):
+def test_a_rollout_engine_of_several_devices_is_cut_over_them(folder, models):
     """Weights by tp, norms whole on each; the cache of keys and values is what each device sets aside."""
     config = config_of(folder, rollout=VllmConfig(engines=2, tp=4, dtype="bfloat16", kv_cache_mb=1024))
-    rollout = make_plan(config, {"actor": ModelSpec.from_folder(folder)}).needs[-1]
+    rollout = make_plan(config, models).needs[-1]
     norms, biases = (2 * 28 + 1) * 3584, 28 * (3584 + 2 * 512)
     mine = (7_615_616_512 - norms) / 4 + norms
     assert (rollout.name, rollout.count) == ("rollout devices", 8)
@@ -73,20 +76,19 @@ def test_a_rollout_engine_of_several_devices_is_cut_over_them(folder):
 
 
 @pytest.mark.parametrize(("gib", "tokens"), [(4000, 0), (400, 4096), (40, None)])
-def test_what_one_machine_holds_is_added_up(folder, monkeypatch, gib, tokens):
+def test_what_one_machine_holds_is_added_up(folder, models, monkeypatch, gib, tokens):
     """Eight ranks, an engine of two devices, reward workers, driver and Ray; less than Ray leaves a run, 95 %."""
     actor = MegatronConfig(ranks=8, tp=4, dtype="bfloat16")
     config = config_of(folder, actor=actor, rollout=VllmConfig(tp=2, dtype="bfloat16"))
-    model = {"actor": ModelSpec.from_folder(folder)}
     monkeypatch.setattr("rlworker.config.memory._read_machine_bytes", lambda: gib * 2**30)
 
     def add_up(config: RunConfig) -> float:
-        ranks, engine = make_plan(config, model).needs
+        ranks, engine = make_plan(config, models).needs
         each = ranks.total + 0.45 * ranks.roles["actor"].activations + 0.5 * 2**30
         batch = 2 * 100 * 512 * config.longest
         return 8 * each + 2 * (engine.total + 1.7 * 2**30) + (0.2 + 0.6 + 0.6 + 0.2) * 2**30 + batch
 
-    text, fits = judge_machine(config, model)
+    text, fits = judge_machine(config, models)
     assert f"take up to {add_up(config) / 2**30:.1f} GB of {gib:.1f} GB: actor ranks 8 x " in text
     assert fits == (tokens == 0) == (add_up(config) <= 0.95 * gib * 2**30)
     if tokens:
@@ -108,8 +110,8 @@ def test_a_run_that_does_not_fit_its_machine_is_warned_of(make_hf_model, tmp_pat
     assert ("memory: all processes on this machine take up to" in capsys.readouterr().out) == (gib == 2)
 
 
-def test_batches_in_one_vocabulary(folder):
-    text = describe_plan(make_plan(config_of(folder), {"actor": ModelSpec.from_folder(folder)}))
+def test_batches_in_one_vocabulary(folder, models):
+    text = describe_plan(make_plan(config_of(folder), models))
     for words in (
         "64 prompts x 8 samples = 512 samples",
         "512 + 1536 = 2048 tokens at most",
@@ -121,13 +123,13 @@ def test_batches_in_one_vocabulary(folder):
         assert words in text
 
 
-def test_micro_batches_that_stages_and_slots_ask_for(folder):
+def test_micro_batches_that_stages_and_slots_ask_for(folder, models):
     """Eight samples of 2,048: all in one of 16,384, but one for each of four stages, and two where slots hold four."""
-    model, batch = {"actor": ModelSpec.from_folder(folder)}, dict(prompts_per_step=2, samples_per_prompt=8)
+    batch = dict(prompts_per_step=2, samples_per_prompt=8)
 
     def micro_batches(**settings) -> str:
         actor = MegatronConfig(dtype="bfloat16", recompute="full", **settings)
-        return make_plan(config_of(folder, actor=actor, **batch), model).batch["a micro-batch"]
+        return make_plan(config_of(folder, actor=actor, **batch), models).batch["a micro-batch"]
 
     assert "so 1 on a replica" in micro_batches()
     assert "so 4 on a replica" in micro_batches(ranks=4, pp=4)
@@ -163,8 +165,8 @@ def test_what_waits_on_the_host_is_not_on_the_device(folder):
     assert "What is on the host is no part of a total" in describe_plan(plan)
 
 
-def test_devices_that_are_shared_in_turn_hold_both_at_the_canary(folder):
-    config, models = config_of(folder), {"actor": ModelSpec.from_folder(folder)}
+def test_devices_that_are_shared_in_turn_hold_both_at_the_canary(folder, models):
+    config = config_of(folder)
     actor, rollout = make_plan(config, models).needs
     plan = make_plan(replace(config, placement=PlacementConfig(colocate=True)), models)
     *alone, canary = plan.needs
@@ -211,8 +213,8 @@ def test_what_fused_layers_keep_by_hand(folder, cp):
     assert count(keeps_unrotated=True) - count() == (model.heads + projection) * model.head_dim * width
 
 
-def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder):
-    config, models = config_of(folder, actor=MegatronConfig(dtype="bfloat16")), {"actor": ModelSpec.from_folder(folder)}
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder, models):
+    config = config_of(folder, actor=MegatronConfig(dtype="bfloat16"))
     assert list_misfits(make_plan(config, models), 80.0)
     words = find_nearest(config, models, 80.0).split()
     pairs = {name.removeprefix("--actor.").replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
@@ -228,8 +230,7 @@ def test_experts_by_hand_and_the_nearest_sizes_that_hold_them(tmp_path):
     config |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
     config |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
     config |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    models = {"actor": ModelSpec.from_folder(tmp_path)}
+    models = {"actor": ModelSpec.from_folder(write_config(tmp_path, config))}
     spread = MegatronConfig(ranks=16, ep=8, dtype="bfloat16", recompute="full")
     run = config_of(str(tmp_path), actor=spread, rollout=VllmConfig(tp=4, max_new_tokens=1536, dtype="bfloat16"))
     plan = make_plan(run, models)

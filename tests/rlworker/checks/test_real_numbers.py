@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.ranks.pool import draw_address
 from engines.models.spec import ModelSpec
 from rlworker.checks.case import make_case
 from rlworker.checks.huggingface import compute_reference, probe_loss
+from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "real_model.py"
 
@@ -30,10 +32,8 @@ def smollm2():
 def check_numbers(rank, world, address, model, case, reference):
     """The lines of layouts and gradients."""
     engine = build_engine(rank, world, address, model, {})
-    from functools import partial
 
     from engines.probes import megatron as probes
-    from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
 
     call_ranks = lambda name, *args: [partial(getattr(probes, name), engine)(*args)]  # noqa: E731
     trainer = CheckedTrainer("cpu", engine.config, engine.model, case, reference, call_ranks)

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
 from support.huggingface import run_forward
@@ -60,7 +61,6 @@ def shown(spec: ModelSpec, ids: list[int], paths: list[str]) -> dict:
     """What transformers is given of a sequence's images."""
     if not spec.vision:
         return {}
-    from PIL import Image
     from transformers import AutoImageProcessor, AutoProcessor
 
     name = {"gemma3": "token_type_ids", "internvl": None}.get(spec.model_type, "mm_token_type_ids")

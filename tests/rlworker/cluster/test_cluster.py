@@ -7,9 +7,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.program import run_recipe
 
+from engines.batch.batch import COLUMNS, TrainBatch
+from engines.batch.shard import TokenOutputs
+from engines.config import MegatronConfig
+from engines.interfaces import StepResult
+from hardware.platforms import get_platform
+from rlworker import RunConfig, SftConfig
+from rlworker.config.algorithm import AlgorithmConfig
+from rlworker.config.sizes import count_batch_bytes
 from rlworker.errors import RunError
+from rlworker.tracking.terminal import LOGGER
 
 
 class Worker:
@@ -26,25 +36,33 @@ class Worker:
         time.sleep(100)
 
 
-def test_a_ray_that_does_not_start_is_an_error_to_be_read(monkeypatch):
+@pytest.fixture
+def started(monkeypatch) -> list[dict]:
+    """No Ray is there, and none starts: the settings that it would be started with, and an empty one at its end."""
     import ray
 
+    found = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: found.append(settings))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": found[0]["num_cpus"]})
+    monkeypatch.setattr(ray, "shutdown", lambda: found.append({}))
+    return found
+
+
+def test_a_ray_that_does_not_start_is_an_error_to_be_read(started, monkeypatch):
     from rlworker.cluster.ray import running_ray
 
     def init(**_):
         raise Exception("The current node timed out during startup.")
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("ray.init", init)
     with pytest.raises(RunError, match=r"ray: it did not start \(The current node timed out"), running_ray(1, "cpu"):
         pass
 
 
-def test_a_cluster_that_is_gone_is_named_before_anything_is_read(monkeypatch, tmp_path):
+def test_a_cluster_that_is_gone_is_named_before_anything_is_read(started, monkeypatch, tmp_path):
     """Nobody listens there; Ray itself would try for 14 minutes."""
-    import ray
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     options = "--model", tmp_path, "--run-dir", tmp_path / "run", "--data.train", tmp_path / "rows.jsonl"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
@@ -55,17 +73,14 @@ def test_a_cluster_that_is_gone_is_named_before_anything_is_read(monkeypatch, tm
             assert done.returncode == 1 and said in done.stderr and "unset RAY_ADDRESS" in done.stderr, done.stderr
 
 
-def test_a_listener_that_is_no_cluster_is_given_up_after_one_attempt(monkeypatch):
-    import ray
-
+def test_a_listener_that_is_no_cluster_is_given_up_after_one_attempt(started, monkeypatch):
     from rlworker.cluster.ray import _ATTEMPTS, running_ray
 
     def init(**_):
         assert os.environ[_ATTEMPTS] == "1"
         raise ConnectionError("Failed to connect to Ray cluster")
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("ray.init", init)
     given_up = pytest.raises(RunError, match=r"^ray: no cluster at RAY_ADDRESS=127.0.0.1:\d+ \(Failed .*\); start")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
@@ -75,13 +90,9 @@ def test_a_listener_that_is_no_cluster_is_given_up_after_one_attempt(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
-def test_a_folder_too_long_for_rays_sockets_is_named(monkeypatch, name):
-    import ray
-
+def test_a_folder_too_long_for_rays_sockets_is_named(started, monkeypatch, name):
     from rlworker.cluster.ray import check_ray
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     folder = "/tmp/" + "é" * 40
     monkeypatch.setenv(name, folder)
     with pytest.raises(RunError, match=rf"^ray: {name}={folder} has 85 bytes.* at most 107; set {name} to .* 39 bytes"):
@@ -140,22 +151,14 @@ def test_whoever_found_ray_there_leaves_it_there(cluster):
 
 
 @pytest.mark.parametrize("workers", [1, 1000])
-def test_a_ray_of_ones_own_has_room_for_the_workers_and_ends_with_them(monkeypatch, workers):
-    import ray
-
+def test_a_ray_of_ones_own_has_room_for_the_workers_and_ends_with_them(started, workers):
     from rlworker.cluster.ray import running_ray
 
-    started, ended = [], []
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **settings: started.append(settings))
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": started[0]["num_cpus"]})
-    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     with pytest.raises(KeyError), running_ray(workers, "cpu"):
-        assert not ended
+        (settings,) = started
         raise KeyError
-    (settings,) = started
-    assert (settings["address"], settings["num_cpus"]) == ("local", max(workers, os.cpu_count())) and ended == [True]
+    assert (settings["address"], settings["num_cpus"]) == ("local", max(workers, os.cpu_count()))
+    assert started == [settings, {}]
 
 
 @pytest.mark.parametrize(
@@ -167,18 +170,10 @@ def test_a_ray_of_ones_own_has_room_for_the_workers_and_ends_with_them(monkeypat
         (0, 2**26, 75 * 2**20, "0.06 GiB free, .* up to 0.19 GiB: .*--shm-size"),  # a container by default
     ],
 )
-def test_the_object_store_holds_a_batch_and_the_buckets_on_their_way(monkeypatch, batch, free, size, warning):
-    import ray
-
+def test_the_object_store_holds_a_batch_and_the_buckets_on_their_way(started, monkeypatch, batch, free, size, warning):
     from rlworker.cluster.ray import running_ray
-    from rlworker.tracking.terminal import LOGGER
 
-    started, told = [], []
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **settings: started.append(settings))
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1000})
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    told = []
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
     monkeypatch.setattr(LOGGER, "warning", told.append)
     with running_ray(1, "cpu", batch):
@@ -189,13 +184,6 @@ def test_the_object_store_holds_a_batch_and_the_buckets_on_their_way(monkeypatch
 
 def test_a_batch_is_counted_as_it_is():
     """The widest one that there is, against its own tensors."""
-    import torch
-
-    from engines.batch.batch import COLUMNS, TrainBatch
-    from rlworker import RunConfig, SftConfig
-    from rlworker.config.algorithm import AlgorithmConfig
-    from rlworker.config.sizes import count_batch_bytes
-
     config = RunConfig(algorithm=AlgorithmConfig(score_centering=4))
     tokens = config.samples_per_step * config.longest
     ints = {"positions": torch.zeros(64, 3, dtype=torch.long), "image_block": torch.zeros(64, dtype=torch.long)}
@@ -222,65 +210,46 @@ def test_collection_goes_on_afterwards():
     gc.unfreeze()
 
 
-def test_the_likeliest_ids_are_sent_where_they_are_read_alone():
-    """The actor's ranks get them, a reference's and a critic's do not."""
-    import torch
-
-    from engines.batch.batch import TrainBatch
-    from engines.batch.shard import TokenOutputs
-    from engines.config import MegatronConfig
-    from hardware.platforms import get_platform
+def make_group(reply, model=None, **changes):
+    """Make a group of one rank, which answers ``reply(shard)`` to each call; ``changes`` are of its role."""
     from rlworker.cluster.train_group import WorkerGroup
     from rlworker.cluster.workers import Role
 
-    class Group(WorkerGroup):
-        def call_sharded(self, method, shards, *args):
-            (self.sent,) = shards
-            return [TokenOutputs(torch.zeros(2), torch.zeros(2))]
+    model = model or SimpleNamespace(hidden=8, rules=(), head="language")
+    role = Role("actor", model, MegatronConfig(), **changes)
+    group = WorkerGroup(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
+    group.call_sharded = lambda method, shards, *args: [reply(*shards)]
+    return group
+
+
+def test_the_likeliest_ids_are_sent_where_they_are_read_alone():
+    """The actor's ranks get them, a reference's and a critic's do not."""
+    sent = []
+
+    def reply(shard) -> TokenOutputs:
+        sent.append({name for name in shard.batch.columns() if "top" in name})
+        return TokenOutputs(torch.zeros(2), torch.zeros(2))
 
     top = {"rollout_top_ids": torch.ones(2, 3), "rollout_top_logprobs": torch.zeros(2, 3)}
     batch = TrainBatch.from_ids([[1, 2, 3]], [1], **top, old_top_logprobs=torch.zeros(2, 4))
-    model = SimpleNamespace(hidden=8, rules=(), head="language")
     for reads in (True, False):
-        role = Role("actor", model, MegatronConfig(), needs_topk_logprobs=reads)
-        group = Group(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
-        group.forward(batch)
-        sent = {name for name in group.sent.batch.columns() if "top" in name}
-        assert sent == ({*top, "old_top_logprobs"} if reads else set())
+        make_group(reply, needs_topk_logprobs=reads).forward(batch)
+    assert sent == [{*top, "old_top_logprobs"}, set()]
 
 
 def test_metrics_of_a_step():
     """Sums of the replicas, by their counting tokens; those of routers as the engine says."""
-    import torch
-
-    from engines.batch.batch import TrainBatch
-    from engines.batch.shard import TokenOutputs
-    from engines.config import MegatronConfig
-    from engines.interfaces import StepResult
-    from hardware.platforms import get_platform
-    from rlworker.cluster.train_group import WorkerGroup
-    from rlworker.cluster.workers import Role
-
     outputs = TokenOutputs(torch.zeros(2), torch.zeros(2))
-    role = Role("actor", SimpleNamespace(hidden=8, rules=(), head="language"), MegatronConfig())
-    group = WorkerGroup(role, get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
     for routing in ({}, {"expert_load_min": 0.0, "expert_load_max": 3.5}):
         result = StepResult({"loss": 6.0, "x_max": 3.0}, outputs, grad_norm=1.0, lr=0.5, routing=routing)
-        group.call_sharded = lambda *_, result=result: [result]
+        group = make_group(lambda shard, result=result: result)
         metrics, _ = group.train_step(TrainBatch.from_ids([[1, 2, 3]], [1]), None, 1.0)
         rest = {"loss": 3.0, "x_max": 3.0, "grad_norm": 1.0, "lr": 0.5, "prompt_sharing": 1.0}
         assert metrics == rest | routing
 
 
 def test_a_weight_outside_the_mask_is_refused_where_logprobs_are_known_within_it_alone():
-    import torch
-
-    from engines.batch.batch import TrainBatch
-    from hardware.platforms import get_platform
-    from rlworker.cluster.train_group import WorkerGroup
-    from rlworker.cluster.workers import Role
-
-    group = WorkerGroup(Role("actor", None, None), get_platform("cpu"), [None], [{"dp_rank": 0, "is_leader": True}])
+    group = make_group(lambda shard: shard, model=SimpleNamespace())
     batch = TrainBatch.from_ids([[1, 2, 3]], [2], weights=torch.tensor([0.5, 1.0]))
     with pytest.raises(ValueError, match=r"it gives a weight other than 0 to 1 tokens outside batch\.mask"):
         group.train_step(replace(batch, ref_logprobs=torch.zeros(2)), None, 1.0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.rollout_workers import make_completions
 
 from engines.batch.samples import Request, Sampling
 
@@ -60,7 +61,6 @@ def test_what_each_request_is_expected_to_take_counts():
 @pytest.mark.parametrize("counts", [[2, 2, 2, 2, 2], [1, 3, 2, 1, 4]])
 def test_answers_come_back_in_the_order_of_the_requests(counts):
     """Of engines with two, no and three requests; ids name request and completion."""
-    from support.rollout_workers import make_completions
 
     from rlworker.cluster.rollout_group import restore_requests
 
@@ -79,7 +79,6 @@ def test_answers_come_back_in_the_order_of_the_requests(counts):
 
 def test_equal_shares_are_neighbours_whatever_they_cost():
     """Three of five requests to the first of two engines, though the first one costs more than the others together."""
-    from support.rollout_workers import make_completions
 
     from rlworker.cluster.rollout_group import Rollouts
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from itertools import repeat
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,9 +47,14 @@ def start(cluster, by_value):
         ray.kill(worker)
 
 
-def test_who_stands_still_is_named_and_whoever_takes_long_is_not(start, monkeypatch):
+@pytest.fixture
+def watch():
     from rlworker.cluster import watch
 
+    return watch
+
+
+def test_who_stands_still_is_named_and_whoever_takes_long_is_not(start, monkeypatch, watch):
     monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.2)
     monkeypatch.setattr(watch, "_SLICE_S", 0.2)
     workers = start("actor rank 0", "actor rank 1")
@@ -68,9 +74,7 @@ def test_who_stands_still_is_named_and_whoever_takes_long_is_not(start, monkeypa
     assert 1.5 < time.monotonic() - begin < 11.0
 
 
-def test_who_computes_without_an_answer_does_not_stand_still(start, monkeypatch):
-    from rlworker.cluster import watch
-
+def test_who_computes_without_an_answer_does_not_stand_still(start, monkeypatch, watch):
     monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.1)
     monkeypatch.setattr(watch, "_SLICE_S", 0.1)
     (worker,) = start("actor rank 0").values()
@@ -83,10 +87,8 @@ def test_who_computes_without_an_answer_does_not_stand_still(start, monkeypatch)
 
 
 @pytest.mark.timeout(60)
-def test_a_stop_between_short_waits_is_noticed(start, monkeypatch):
+def test_a_stop_between_short_waits_is_noticed(start, monkeypatch, watch):
     from ray.exceptions import RayActorError
-
-    from rlworker.cluster import watch
 
     monkeypatch.setattr(watch, "_SLICE_S", 0.2)
     (worker,) = start("rollout engine 0").values()
@@ -140,8 +142,6 @@ class Lost:
     """Stands for a handle whose calls end by an error of Ray's. None answers."""
 
     def __init__(self, error: Exception | None):
-        from types import SimpleNamespace
-
         self.error, self._actor_id = error, SimpleNamespace(hex=lambda: "cd")
 
     @property
@@ -158,11 +158,9 @@ class Lost:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind, monkeypatch):
+def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind, monkeypatch, watch):
     """By the one who is asked first, and by whoever else knows of it."""
     import ray
-
-    from rlworker.cluster import watch
 
     monkeypatch.setattr(watch, "_VERDICT_S", 0.0)
     error, expected = list_losses()[kind]
@@ -179,10 +177,8 @@ def test_whatever_is_lost_is_told_in_a_line_and_may_be_replaced(cluster, kind, m
     assert "\n" not in text and len(text) < 500 and text.endswith(". Go on")
 
 
-def test_a_worker_that_cannot_be_reached_is_asked_until_ray_knows_its_end(cluster, monkeypatch):
+def test_a_worker_that_cannot_be_reached_is_asked_until_ray_knows_its_end(cluster, monkeypatch, watch):
     from ray import exceptions as of
-
-    from rlworker.cluster import watch
 
     monkeypatch.setattr(watch, "_SLICE_S", 0.01)
     silence = of.ActorUnavailableError("no answer", b"a" * 16)
@@ -205,10 +201,8 @@ def test_a_worker_that_cannot_be_reached_is_asked_until_ray_knows_its_end(cluste
     assert lost["rollout engine 0"] == "could not be reached"  # Ray did not come to a verdict in time
 
 
-def test_a_full_store_or_disk_is_told_in_a_line_and_comes_again(cluster):
+def test_a_full_store_or_disk_is_told_in_a_line_and_comes_again(cluster, watch):
     from ray import exceptions as of
-
-    from rlworker.cluster import watch
 
     lines = "Traceback (most recent call last):", '  File "save.py", line 1', "SafetensorError: No space left on device"
     disk = of.RayTaskError("save", "\n".join(lines), OSError(28, "No space left on device"))
@@ -221,10 +215,8 @@ def test_a_full_store_or_disk_is_told_in_a_line_and_comes_again(cluster):
         assert failure.value.lost == {}
 
 
-def test_who_has_ended_is_asked_no_more_and_who_did_not_start_says_why(cluster, by_value):
+def test_who_has_ended_is_asked_no_more_and_who_did_not_start_says_why(cluster, by_value, watch):
     import ray
-
-    from rlworker.cluster import watch
 
     watched = watch._Watched("actor rank 0", ray.put(ray.exceptions.OutOfMemoryError(MONITORS_WORDS)))
     watched.listen(True)
@@ -239,10 +231,8 @@ def test_who_has_ended_is_asked_no_more_and_who_did_not_start_says_why(cluster, 
     assert lost == {"actor rank 0": "did not start (RuntimeError: node 10.0.0.2: no network interface holds it)"}
 
 
-def test_without_a_ray_under_the_driver_nothing_is_replaced(cluster):
+def test_without_a_ray_under_the_driver_nothing_is_replaced(cluster, watch):
     import ray
-
-    from rlworker.cluster import watch
 
     died = ray.exceptions.ActorDiedError()
     died.error_msg = "The actor is dead because its owner has died. Worker exit detail: Owner's node has crashed."

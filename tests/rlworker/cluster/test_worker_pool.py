@@ -1,6 +1,7 @@
 """Workers that are handed on from run to run: which are kept, which are ended, and that a kept one trains as a new."""
 
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,6 @@ class Worker:
         return os.getpid()
 
     def close(self) -> None:
-        import time
-
         if self.how == "raises":
             raise RuntimeError("half an update is left")
         if self.how == "hangs":

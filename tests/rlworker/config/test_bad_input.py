@@ -29,6 +29,7 @@ from rlworker.config.sections import (
     PlacementConfig,
 )
 from rlworker.config.validation import ValidationConfig
+from rlworker.environments.reward import exact_match
 
 SECTIONS = {"config": RunConfig, "actor": MegatronConfig, "rollout": VllmConfig, "algorithm": AlgorithmConfig}
 SECTIONS |= {"data": DataConfig, "environment": EnvironmentConfig, "checkpoint": CheckpointConfig}
@@ -104,7 +105,6 @@ def launch(make_hf_model, tmp_path_factory):
     import ray
 
     import rlworker.trainers.launch
-    from rlworker.environments.reward import exact_match
 
     folder = tmp_path_factory.mktemp("input")
     model, rows = shutil.copytree(make_hf_model("qwen2", True), folder / "model"), folder / "rows.jsonl"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import pytest
 from annotated_types import Ge
-from support.program import run_program, run_recipe
+from support.program import parse_arguments, run_program, run_recipe
 
 from engines.config import MegatronConfig, OptimizerConfig
 from hardware.platforms import PLATFORMS
@@ -28,10 +28,9 @@ class OwnConfig(RunConfig):
 
 
 def parse(default, *arguments):
-    """What ``parse_config`` says to these arguments, and the settings where there were some."""
-    found = []
-    done = run_program(lambda: found.append(parse_config(default)), *arguments)
-    return " ".join((done.stdout + done.stderr).replace("│", " ").split()), found and found[0]  # tyro draws boxes
+    """Parse as ``parse_arguments`` does, without the boxes that tyro draws around what it says."""
+    said, config = parse_arguments(default, *arguments)
+    return " ".join(said.replace("│", " ").split()), config
 
 
 def options(said: str) -> set[str]:

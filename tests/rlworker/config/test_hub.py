@@ -10,6 +10,7 @@ from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from unittest.mock import patch
 
 import pytest
 
@@ -17,6 +18,7 @@ from engines.config import VllmConfig
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
+from rlworker.checks.plan import plan_recipe
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
@@ -44,8 +46,10 @@ def fill_cache(cache: Path, folder: Path, commit: str, *refs: str) -> Path:
 
 
 @contextmanager
-def serve_hub(folder: Path, commit: str, gated: bool) -> Iterator[str]:
-    """Serve a folder as whatever repository and revision is asked for; gated, its files are kept back."""
+def serve_hub(folder: Path, commit: str, gated: bool) -> Iterator[None]:
+    """Have the hub serve a folder as whatever repository and revision is asked for; gated, its files are kept back."""
+    from huggingface_hub import constants
+
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,8 +80,11 @@ def serve_hub(folder: Path, commit: str, gated: bool) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        with patch.multiple(constants, ENDPOINT=url, HUGGINGFACE_CO_URL_TEMPLATE=url + path, HF_HUB_OFFLINE=False):
+            yield
     finally:
         server.shutdown()
         thread.join()
@@ -94,10 +101,8 @@ def folder(make_hf_model, tmp_path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
 
 
@@ -125,7 +130,6 @@ def test_a_model_of_the_hub_is_the_commit_that_its_cache_has(folder, cache, tmp_
 
 def test_every_setting_that_names_a_model_takes_one_of_the_hub(folder, cache, tmp_path):
     from recipes import grpo_gsm8k
-    from rlworker.checks.plan import plan_recipe
 
     snapshot = str(fill_cache(cache, folder, OLD, "main"))
     config = make_config(
@@ -162,24 +166,15 @@ def test_what_the_cache_lacks_is_refused_by_name(cache, tmp_path, name, message)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_is_downloaded_and_a_gated_one_named(folder, cache, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-    with serve_hub(folder, NEW, gated=True) as url, monkeypatch.context() as patched:
-        patched.setattr(constants, "ENDPOINT", url)
-        patched.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + path)
-        with pytest.raises(ValueError, match=r"'hf:org/tiny' is gated: accept its terms at"):
-            find_model(NAME)
-    with serve_hub(folder, NEW, gated=False) as url, monkeypatch.context() as patched:
-        patched.setattr(constants, "ENDPOINT", url)
-        patched.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + path)
+def test_a_model_is_downloaded_and_a_gated_one_named(folder, cache):
+    gate = pytest.raises(ValueError, match=r"'hf:org/tiny' is gated: accept its terms at")
+    with serve_hub(folder, NEW, gated=True), gate:
+        find_model(NAME)
+    with serve_hub(folder, NEW, gated=False):
         snapshot = Path(find_model(NAME))
     assert snapshot == cache / "models--org--tiny" / "snapshots" / NEW
     downloaded = {path.name: path.read_bytes() for path in snapshot.iterdir()}
     assert downloaded == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "pytorch_model.bin"}
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_model(NAME) == str(snapshot)
 
 
@@ -207,8 +202,6 @@ def test_resume_keeps_the_commit_that_the_run_began_with(folder, cache, tmp_path
 
 
 def test_every_node_has_the_same_commit_in_its_own_cache(folder, cache, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
     from rlworker.cluster.node_checks import Needs, look
 
     here = str(fill_cache(cache, folder, OLD, "main"))
@@ -218,6 +211,6 @@ def test_every_node_has_the_same_commit_in_its_own_cache(folder, cache, tmp_path
     assert look(needs)[f"model {here!r}"].startswith(f"not to be had (model: 'hf:org/tiny' at {OLD} is not whole")
     with pytest.raises(ValueError, match=f"'hf:org/tiny' at {OLD} is not whole"):
         model.move_here()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "moved"))  # as another node may have it elsewhere
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "moved"))  # as another node has it
     assert look(needs)[f"model {here!r}"] == expected
     assert model.move_here() == replace(model, folder=here.replace(str(cache), str(tmp_path / "moved")))

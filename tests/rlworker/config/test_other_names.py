@@ -5,10 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.program import run_program
+from support.program import parse_arguments as parse
 
 from rlworker.config.changes import flatten_config
-from rlworker.config.command_line import parse_config
 from rlworker.config.help.other_names import PAGE, find_counterparts, read_counterparts
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
@@ -51,13 +50,6 @@ WISHES = [
     ("--per_device_train_batch_size 8", "--prompts-per-step"),
     ("--report_to wandb", "--trackers"),
 ]
-
-
-def parse(default, *arguments):
-    """What ``parse_config`` says to these arguments, and the settings where there were some."""
-    found = []
-    done = run_program(lambda: found.append(parse_config(default)), *arguments)
-    return done.stdout + done.stderr, found and found[0]
 
 
 @pytest.mark.parametrize(("typed", "answer"), WISHES, ids=[typed.split()[0] for typed, _ in WISHES])

@@ -1,17 +1,14 @@
 """Text behind other tokens: its ids are those that transformers makes of the whole, from the boundary on."""
 
-import json
 from copy import copy
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
+from support.environments.rows import learn
 from support.environments.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
-from engines.models.spec import ModelSpec
 from recipes.common import squares
-from rlworker.config.sft import SftConfig
 from rlworker.data.encoding import decode_after, encode_after
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Codec, using_codec
@@ -50,21 +47,12 @@ def test_a_tokenizer_of_whole_words_keeps_the_first_word_behind_a_boundary():
         assert encode_after(tokenizer, encode(tokenizer, before)[-1], text) == encode(tokenizer, text), (before, text)
 
 
-def learn(tokenizer, folder, make_hf_model, *rows: dict) -> list:
-    """Read rows as supervised training does: its examples."""
-    from rlworker.data.examples import read_examples
-
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
-    return read_examples(str(folder / "rows.jsonl"), tokenizer, SftConfig(), model)[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_is_learned_with_the_ids_of_the_whole(kind, tmp_path, make_hf_model):
     tokenizer = make_tokenizer(kind)
     texts = [("It is:", " 42"), ("It is:\n", "The answer"), ("4 + 4 =", "8")]
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in texts]
-    for (prompt, answer), example in zip(texts, learn(tokenizer, tmp_path, make_hf_model, *rows), strict=True):
+    for (prompt, answer), example in zip(texts, learn(tokenizer, tmp_path, make_hf_model, *rows)[0], strict=True):
         assert list(example.ids) == [*tokenizer(prompt + answer)["input_ids"], tokenizer.eos_token_id]
         assert list(example.ids[: example.prompt_length]) == tokenizer(prompt)["input_ids"]
 
@@ -75,7 +63,7 @@ def test_an_answer_in_a_chat_is_learned_as_the_template_writes_it_up_to_its_end(
     tokenizer, ends = make_tokenizer(kind), {"phi3": "<|end|>", "qwen": "<|im_end|>"}
     for content in ("The answer is 42.", " 42 ", ""):
         answer = SAY | {"content": content}
-        examples = learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": content})
+        examples, _ = learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": content})
         whole = encode(tokenizer, tokenizer.apply_chat_template([ASK, answer], tokenize=False))
         end = tokenizer.convert_tokens_to_ids(ends.get(kind, "</s>"))
         prompt = encode(tokenizer, tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False))
@@ -91,7 +79,7 @@ def test_an_answer_that_the_template_rewrites_is_learned_as_it_is(tmp_path, make
         (TEMPLATES["qwen"].replace("'<|im_end|>\\n'", "'\\n'"), "<|endoftext|>"),  # no token ends it
     ):
         tokenizer.chat_template = template
-        (example,) = learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": "Hi T? 42"})
+        ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": "Hi T? 42"})
         prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
         assert tokenizer.decode(example.ids) == prompt + "Hi T? 42" + end
     tokenizer.chat_template = "{{ raise_exception('no ' + messages[1].role) if messages[1] else 'Hi' }}"

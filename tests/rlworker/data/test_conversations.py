@@ -5,24 +5,11 @@ from copy import copy
 from dataclasses import replace
 
 import pytest
-from support.environments.rows import ASK, CALLS, CHAT, GENERATION, SAY, TOOL, make_generation_tokenizer
+from support.environments.rows import ASK, CALLS, CHAT, GENERATION, SAY, TOOL, learn, make_generation_tokenizer
 from support.environments.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
-from engines.models.spec import ModelSpec
 from rlworker.config.sections import DataConfig
-from rlworker.config.sft import SftConfig
-from rlworker.data.conversations import check_examples
-
-
-def read(tokenizer, folder, make_hf_model, *rows: dict, **settings) -> tuple[list, int]:
-    from rlworker.data.examples import read_examples
-
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = SftConfig(**settings)
-    check_examples(str(path), config.data)
-    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
-    return read_examples(str(path), tokenizer, config, model)
+from rlworker.data.examples import to_batch
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,7 +17,7 @@ def test_its_ids_are_those_of_the_whole_conversation_and_every_answer_is_learned
     kind, tmp_path, make_hf_model
 ):
     tokenizer = make_tokenizer(kind)
-    ((example,), skipped) = read(tokenizer, tmp_path, make_hf_model, {"messages": CHAT})
+    ((example,), skipped) = learn(tokenizer, tmp_path, make_hf_model, {"messages": CHAT})
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert list(example.ids) == tokenizer(whole, add_special_tokens=False)["input_ids"] and skipped == 0
     end = {"phi3": "<|end|>", "qwen": "<|im_end|>"}.get(kind, "</s>")
@@ -43,10 +30,8 @@ def test_its_ids_are_those_of_the_whole_conversation_and_every_answer_is_learned
 @pytest.mark.parametrize(("messages", "tools"), [(CHAT, []), (CALLS, [TOOL]), ([*CHAT, *CALLS[1:]], [TOOL])])
 def test_what_is_learned_is_what_transformers_marks_as_the_assistants(tmp_path, make_hf_model, messages, tools):
     """Calls of tools among it; the tools, what they return and all else is seen alone."""
-    from rlworker.data.examples import to_batch
-
     tokenizer = make_generation_tokenizer()
-    ((example,), _) = read(tokenizer, tmp_path, make_hf_model, {"messages": messages, "tools": tools})
+    ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, {"messages": messages, "tools": tools})
     want = tokenizer.apply_chat_template(
         messages, tools=tools or None, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -64,7 +49,7 @@ def test_a_template_that_drops_thinking_makes_a_sequence_of_each_turn(tmp_path, 
     tokenizer.chat_template = TEMPLATES["qwen"].replace("m.content +", thinking)
     says = [SAY | {"content": f"Hi T?{number}"} for number in range(3)]
     messages = [message for say in says for message in (ASK, say)]
-    examples, _ = read(tokenizer, tmp_path, make_hf_model, {"messages": messages})
+    examples, _ = learn(tokenizer, tmp_path, make_hf_model, {"messages": messages})
     for number, example in enumerate(examples):
         before = messages[: 2 * number + 1]
         prompt = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
@@ -77,15 +62,15 @@ def test_a_template_that_drops_thinking_makes_a_sequence_of_each_turn(tmp_path, 
 def test_a_turn_that_the_template_does_not_end_is_ended_by_the_tokenizer(tmp_path, make_hf_model):
     tokenizer = copy(make_tokenizer("qwen"))
     tokenizer.chat_template = TEMPLATES["qwen"].replace("'<|im_end|>\\n'", "'\\n'")
-    ((example,), _) = read(tokenizer, tmp_path, make_hf_model, {"messages": [ASK, SAY]})
+    ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, {"messages": [ASK, SAY]})
     ((first, last),) = example.turns
     assert tokenizer.decode(example.ids[first:last]) == "The answer is 42.<|endoftext|>"
 
 
 def test_messages_for_a_prompt_without_an_answer_are_a_conversation_too(tmp_path, make_hf_model):
     tokenizer = make_tokenizer("qwen")
-    named = read(tokenizer, tmp_path, make_hf_model, {"chat": CHAT, "id": 4}, data=DataConfig(prompt_field="chat"))
-    assert named == read(tokenizer, tmp_path, make_hf_model, {"messages": CHAT})
+    named = learn(tokenizer, tmp_path, make_hf_model, {"chat": CHAT, "id": 4}, data=DataConfig(prompt_field="chat"))
+    assert named == learn(tokenizer, tmp_path, make_hf_model, {"messages": CHAT})
 
 
 def test_long_conversations_are_an_error_or_left_out(tmp_path, make_hf_model):
@@ -93,12 +78,12 @@ def test_long_conversations_are_an_error_or_left_out(tmp_path, make_hf_model):
     short = dict(max_answer_tokens=8)
     data = DataConfig(max_prompt_tokens=32)
     with pytest.raises(ValueError, match=r"line 1: the conversation has \d+ tokens, expected at most .* = 40; raise"):
-        read(tokenizer, tmp_path, make_hf_model, *rows, data=data, **short)
+        learn(tokenizer, tmp_path, make_hf_model, *rows, data=data, **short)
     skip = replace(data, skip_long_prompts=True)
-    examples, skipped = read(tokenizer, tmp_path, make_hf_model, *rows, data=skip, **short)
+    examples, skipped = learn(tokenizer, tmp_path, make_hf_model, *rows, data=skip, **short)
     assert (len(examples), skipped) == (1, 1)
     with pytest.raises(ValueError, match="all conversations are longer than 40 tokens"):
-        read(tokenizer, tmp_path, make_hf_model, rows[0], data=skip, **short)
+        learn(tokenizer, tmp_path, make_hf_model, rows[0], data=skip, **short)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +101,7 @@ def test_long_conversations_are_an_error_or_left_out(tmp_path, make_hf_model):
 )
 def test_a_broken_conversation_is_named(tmp_path, make_hf_model, row, message):
     with pytest.raises(ValueError, match=message):
-        read(make_tokenizer("qwen"), tmp_path, make_hf_model, {"messages": CHAT}, row)
+        learn(make_tokenizer("qwen"), tmp_path, make_hf_model, {"messages": CHAT}, row)
 
 
 def test_what_the_template_refuses_is_named(tmp_path, make_hf_model):
@@ -132,4 +117,4 @@ def test_what_the_template_refuses_is_named(tmp_path, make_hf_model):
     ):
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match=message):
-            read(tokenizer, tmp_path, make_hf_model, {"messages": messages})
+            learn(tokenizer, tmp_path, make_hf_model, {"messages": messages})

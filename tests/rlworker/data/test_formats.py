@@ -1,7 +1,6 @@
 """Rows as verl and TRL write them: what is asked, what is the answer, what is learned, and what is refused."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from support.environments.rows import (
@@ -10,6 +9,7 @@ from support.environments.rows import (
     CALLS,
     SAY,
     TOOL,
+    learn,
     make_generation_tokenizer,
     message_of,
     save,
@@ -18,9 +18,7 @@ from support.environments.rows import (
 )
 from support.environments.tokenizers import make_tokenizer
 
-from engines.models.spec import ModelSpec
 from rlworker.config.sections import DataConfig
-from rlworker.config.sft import SftConfig
 from rlworker.data.conversations import check_examples
 from rlworker.data.rows import check_rows, read_rows
 
@@ -107,17 +105,6 @@ def test_rl_takes_prompts_alone_where_trl_is_named_and_their_answer_where_they_h
     assert read_rows(path, tokenizer, DataConfig(format="trl", answer_field="solution")).rows[0].answer == "7"
 
 
-def read_learned(tmp_path, make_hf_model, tokenizer, row: dict, **settings):
-    from rlworker.data.examples import read_examples
-
-    path = write(tmp_path, row)
-    config = SftConfig(data=DataConfig(**settings))
-    check_examples(path, config.data)
-    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=len(tokenizer))
-    ((example,), _) = read_examples(path, tokenizer, config, model)
-    return example
-
-
 @pytest.mark.parametrize(
     ("prompt", "completion", "tools"),
     [
@@ -131,7 +118,7 @@ def test_of_prompt_and_completion_the_completion_is_learned(tmp_path, make_hf_mo
     """As transformers marks it in the whole chat, less what the assistant said in the prompt."""
     tokenizer = make_generation_tokenizer()
     row = {"prompt": prompt, "completion": completion, "tools": tools}
-    example = read_learned(tmp_path, make_hf_model, tokenizer, row)
+    ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, row)
     options = dict(tools=tools or None, return_dict=True, return_assistant_tokens_mask=True)
     whole = tokenizer.apply_chat_template([*prompt, *completion], **options)
     given = len(tokenizer.apply_chat_template(prompt, **options)["input_ids"])
@@ -142,7 +129,7 @@ def test_of_prompt_and_completion_the_completion_is_learned(tmp_path, make_hf_mo
 
 def test_a_system_message_by_option_learns_the_same(tmp_path, make_hf_model):
     tokenizer, row = make_generation_tokenizer(), {"prompt": [ASK, SAY, ASK], "completion": [SAY]}
-    example = read_learned(tmp_path, make_hf_model, tokenizer, row, system="Hi there.")
+    ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, row, data=DataConfig(system="Hi there."))
     ((first, end),) = example.turns
     assert tokenizer.decode(example.ids[first:end]).endswith("42.<|im_end|>") and "Hi" in tokenizer.decode(example.ids)
 
@@ -150,7 +137,7 @@ def test_a_system_message_by_option_learns_the_same(tmp_path, make_hf_model):
 def test_text_and_its_completion_are_learned_as_prompt_and_answer(tmp_path, make_hf_model):
     tokenizer = make_tokenizer("qwen")
     same = [{"prompt": "a = 4", "completion": " ok"}, {"prompt": "a = 4", "answer": " ok"}]
-    found = [read_learned(tmp_path, make_hf_model, tokenizer, row) for row in same]
+    found = [learn(tokenizer, tmp_path, make_hf_model, row)[0][0] for row in same]
     assert found[0] == found[1] and tokenizer.decode(found[0].ids[found[0].prompt_length :]).startswith(" ok")
 
 

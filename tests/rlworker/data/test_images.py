@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from support.environments.rows import read_shown, write
 from support.rollout_workers import make_completions
 
 from engines.config import MegatronConfig
@@ -27,10 +29,12 @@ from rlworker.config.beside_actor import check_same_image_processing
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
+from rlworker.data.examples import read_examples
 from rlworker.data.images import build_image_reader
-from rlworker.data.rows import check_rows, load_tokenizer, read_rows
+from rlworker.data.rows import load_tokenizer, read_rows
 from rlworker.rollouts.trajectory import to_batch
 from rlworker.tracking.log import read_metrics
+from rlworker.tracking.report.samples import show_sample
 from rlworker.trainers.rejected_step import save_rejected
 
 DATA = DataConfig(max_prompt_tokens=64)
@@ -47,15 +51,7 @@ def model(tmp_path_factory):
 def read(model, tmp_path):
     """``read(*rows)`` of a JSONL file beside ``a.png`` (84 x 56) and ``b.png`` (28 x 28)."""
     save_images(tmp_path)
-
-    def of(*rows, data=DATA, limit_mb=64):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        check_rows(str(path), data)
-        tokenizer = load_tokenizer(model.folder)
-        return read_rows(str(path), tokenizer, data, build_image_reader(model, str(tmp_path / "run"), limit_mb)).rows
-
-    return of
+    return partial(read_shown, model, DATA, folder=tmp_path)
 
 
 def save_images(folder) -> None:
@@ -146,20 +142,16 @@ def test_a_broken_image_is_named(read, tmp_path, change, message):
 
 
 def test_a_model_without_vision_refuses_images(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "<image>", "images": ["a.png"], "answer": "y"}))
+    path = write(tmp_path, {"prompt": "<image>", "images": ["a.png"], "answer": "y"})
     with pytest.raises(ValueError, match='line 1: field "images", "videos" or the prompt has images or videos,'):
-        read_rows(str(path), make_tokenizer(), DATA)
+        read_rows(path, make_tokenizer(), DATA)
 
 
 def test_an_answer_may_not_have_image_tokens(model, tmp_path):
-    from rlworker.data.examples import read_examples
-
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "x", "answer": "<|image_pad|>"}))
-    config = SftConfig(model=model.folder, data=replace(DATA, train=str(path)), max_answer_tokens=8)
+    path = write(tmp_path, {"prompt": "x", "answer": "<|image_pad|>"})
+    config = SftConfig(model=model.folder, data=DATA, max_answer_tokens=8)
     with pytest.raises(ValueError, match=r"the answer '<\|image_pad\|>' has tokens \[\d+\], which stand for images"):
-        read_examples(str(path), load_tokenizer(model.folder), config, model)
+        read_examples(path, load_tokenizer(model.folder), config, model)
 
 
 TURNS = "{% for m in messages %}{{ ('red ' if m.role == 'assistant' else '? ') + m.content + ' ' + eos_token + ' ' }}"
@@ -168,8 +160,6 @@ TURNS += "{% endfor %}{{ 'red ' if add_generation_prompt }}"
 
 def test_images_take_their_places_in_a_conversation(read, model, tmp_path):
     """Each stands where the same messages have it as a prompt; what is said between them is learned."""
-    from rlworker.data.examples import read_examples
-
     tokenizer = load_tokenizer(model.folder)
     tokenizer.chat_template = TURNS
     asks = [{"role": "user", "content": text} for text in ("<image> ?", [{"type": "image"}, {"type": "image"}], "?")]
@@ -179,8 +169,7 @@ def test_images_take_their_places_in_a_conversation(read, model, tmp_path):
     reader = build_image_reader(model, str(tmp_path / "run"), 64)
 
     def learn(row: dict) -> list:
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-        return read_examples(str(tmp_path / "rows.jsonl"), tokenizer, config, model, reader)[0]
+        return read_examples(write(tmp_path, row), tokenizer, config, model, reader)[0]
 
     row = {"messages": messages, "images": ["a.png", "b.png", "b.png"]}
     (example,) = learn(row)
@@ -214,8 +203,6 @@ def test_jpeg_and_grey_images_are_seen_in_colour(read, model, tmp_path):
 
 def test_images_are_seen_as_a_viewer_shows_them(read, tmp_path):
     """Black lines on a transparent ground, and a camera that lay on its side; two kinds of transparency."""
-    from rlworker.tracking.report.samples import show_sample
-
     lines = Image.new("RGBA", (56, 28))
     lines.paste((0, 0, 0, 255), (0, 0, 28, 28))
     lines.save(tmp_path / "lines.png")
@@ -304,10 +291,9 @@ def test_a_folder_without_an_image_processor_is_refused_before_anything_starts(m
 
 
 def test_a_tokenizer_of_another_model_is_refused(model, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "x", "answer": "y"}))
+    path = write(tmp_path, {"prompt": "x", "answer": "y"})
     with pytest.raises(ValueError, match=r"model: the tokenizer calls tokens \[\d+, \d+, \d+\], which config.json"):
-        read_rows(str(path), make_tokenizer(), DATA, build_image_reader(model, str(tmp_path), 64))
+        read_rows(path, make_tokenizer(), DATA, build_image_reader(model, str(tmp_path), 64))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +346,7 @@ def test_an_image_that_breaks_off_ends_the_run_by_its_name(model, tmp_path):
     table = whole.index(b"\xff\xc4")  # of Huffman codes: sixteen counts, which no code has so many of
     (tmp_path / "half.jpg").write_bytes(whole[: table + 5] + b"\xff" * 16 + whole[table + 21 :])
     rows = [{"prompt": "<image>?", "images": [name], "answer": "y"} for name in ("b.png", "half.jpg")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path, *rows)
     sizes = {"rollout.max-new-tokens": 4, "rollout.max-model-len": 64, "data.max-prompt-tokens": 32, "steps": 2}
     sizes |= {"prompts-per-step": 2, "samples-per-prompt": 2, "rollout.kv-cache-mb": 64, "run-dir": tmp_path / "run"}
     options = {"model": model.folder, "data.train": tmp_path / "rows.jsonl"} | sizes

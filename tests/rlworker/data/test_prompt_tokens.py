@@ -1,28 +1,21 @@
 """What stands before a prompt: the special tokens that a tokenizer opens a text with."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from PIL import Image
+from support.environments.rows import learn, write
 from tokenizers.processors import TemplateProcessing
 
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
-from rlworker.config.sft import SftConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer, read_rows
 
 DATA = DataConfig(max_prompt_tokens=20)
 ROW = {"prompt": "1+1=", "answer": "2"}
-
-
-def write(tmp_path, *rows: dict) -> str:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def framed(tokenizer, template: str):
@@ -72,12 +65,8 @@ def test_a_tokenizer_that_takes_a_text_for_another_with_special_tokens_is_refuse
 
 
 def test_an_answer_is_not_opened(tmp_path, make_hf_model):
-    from rlworker.data.examples import read_examples
-
     tokenizer = framed(make_tokenizer(), "<bos> $A <eos>")
-    config = SftConfig(data=replace(DATA, train=write(tmp_path, ROW)), max_answer_tokens=8)
-    model = replace(ModelSpec.from_folder(make_hf_model("qwen2", True)), vocab=128)
-    ((example,), _) = read_examples(config.data.train, tokenizer, config, model)
+    ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, ROW, data=DATA, max_answer_tokens=8)
     assert example.prompt_length == 5
     assert example.ids == (1, *tokenizer.convert_tokens_to_ids(list("1+1=2")), 2), "one end, which is learned"
 

@@ -1,14 +1,15 @@
 """Rows with videos, against transformers' own processor; and every way in which one can be broken."""
 
-import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import cv2
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.environments.rows import read_shown
 
 from engines.images.columns import find_image_blocks
 from engines.images.frames import decode_video
@@ -18,7 +19,7 @@ from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import build_image_reader
-from rlworker.data.rows import check_rows, load_tokenizer, read_rows
+from rlworker.data.rows import load_tokenizer
 
 DATA = DataConfig(max_prompt_tokens=200)
 CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
@@ -43,15 +44,7 @@ def kept(tmp_path_factory):
 @pytest.fixture
 def read(model, kept):
     """``read(*rows)`` of a JSONL file in ``kept``, or in another folder."""
-
-    def of(*rows, limit_mb=64, folder=kept):
-        path = folder / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        check_rows(str(path), DATA)
-        tokenizer = load_tokenizer(model.folder)
-        return read_rows(str(path), tokenizer, DATA, build_image_reader(model, str(folder / "run"), limit_mb)).rows
-
-    return of
+    return partial(read_shown, model, DATA, folder=kept)
 
 
 def save(folder) -> None:

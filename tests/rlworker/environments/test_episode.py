@@ -1,6 +1,7 @@
 """What an episode holds, what its record says of it, and the batch that is made of that."""
 
 import asyncio
+import contextvars
 
 import pytest
 from support.environments.runners import (
@@ -17,6 +18,8 @@ from support.environments.runners import (
 
 from rlworker.environments import Episode, EpisodeLimit, one_turn
 from rlworker.environments.codec import using_codec
+from rlworker.rollouts.metrics import score_groups, summarise_groups
+from rlworker.rollouts.trajectory import batch_groups
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +81,6 @@ def test_what_cannot_be_written_is_refused(row, act, message):
 
 
 def test_there_is_no_text_without_a_tokenizer(row):
-    import contextvars
-
     with pytest.raises(RuntimeError, match="outside of an environment, where no tokenizer is set"):
         contextvars.Context().run(Episode(row).observe, "text")
 
@@ -162,10 +163,6 @@ def test_a_trajectory_has_the_tokens_of_each_author():
 
 
 def test_trajectories_are_batched_with_their_rewards():
-    from support.environments.runners import make_codec
-
-    from rlworker.rollouts.metrics import score_groups, summarise_groups
-    from rlworker.rollouts.trajectory import batch_groups
 
     async def skip(policy, row):
         episode = Episode(row)

@@ -14,11 +14,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.environments.runners import LIMITS, Engines, make_codec, make_loop, make_rows, say_length, tell
+import support.environments.chat
+import support.environments.runners
+from support.environments.runners import (
+    LIMITS,
+    Engines,
+    load_tokenizer,
+    make_codec,
+    make_loop,
+    make_rows,
+    say_length,
+    tell,
+)
 
 from engines.batch.samples import Sampling
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, batch_reward, one_turn
+from rlworker.environments.record import LostWorker
 from rlworker.errors import MONITOR, RunError
 
 # Longer than a process waits for its turn on a busy machine.
@@ -58,13 +70,10 @@ def misbehave(how: str, mark: Path) -> None:
 def roll_out(cluster, by_value):
     """``roll_out(environment, rows, options)``: trajectories, and when processes were found to be lost."""
     import ray
-    import support.environments.chat
-    import support.environments.runners
 
     for module in (support.environments.runners, support.environments.chat):
         ray.cloudpickle.register_pickle_by_value(module)
     from rlworker.environments.processes.pool import ProcessPool
-    from rlworker.environments.record import LostWorker
 
     def run(environment, rows, count=1, workers=2, limits=PATIENT, say=say_length, note_lost=None, before=None, **more):
         pool = ProcessPool(environment, make_codec(), limits, workers, more.get("output"))
@@ -189,8 +198,6 @@ def test_an_episode_whose_process_is_killed_is_not_to_blame_where_it_ends_well_t
 
 def say_number(ids, number):
     """Sample the number of a row, whose prompt is that and ``=``."""
-    from support.environments.runners import load_tokenizer
-
     return load_tokenizer().decode(ids)[:-1]
 
 

@@ -15,6 +15,7 @@ from support.environments.runners import LIMITS, LocalPool, make_codec, make_row
 from rlworker.config.sections import EnvironmentConfig
 from rlworker.data.rows import Row
 from rlworker.environments.reward import batch_reward, exact_match, one_turn
+from rlworker.environments.user_code import INTERRUPT
 from rlworker.rollouts.metrics import EXAMPLES, score_groups
 
 DEFAULT = -1.0
@@ -89,8 +90,6 @@ def score(scorer, how, tmp_path=None, count=1, limits=LIMITS):
 @pytest.fixture
 def keeping_signals():
     """Take back what watching does to this process."""
-    from rlworker.environments.user_code import INTERRUPT
-
     yield
     signal.signal(INTERRUPT, signal.SIG_IGN)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from ctypes import CDLL
 
 import psutil
 import pytest
@@ -28,8 +29,6 @@ def sleep_for_ever(*_):
 def mark_environment() -> None:
     """Name this process and its children, so that a test can find what is left of them."""
     os.environ[MARK] = "1"
-    from ctypes import CDLL
-
     CDLL(None).prctl(15, MARK[:15].encode())
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support.environments.runners import LIMITS as SHORT
 from support.environments.runners import LocalPool, make_codec
-from support.huggingface import load_folder, measure_versions
+from support.huggingface import list_weights, load_folder, measure_versions, nudge
 from support.models import VOCAB
 from support.rollout_workers import Prompt, ask, list_spans, send
 
@@ -24,8 +25,6 @@ pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 CONFIG = VllmConfig(max_new_tokens=256, max_model_len=512, max_num_seqs=160, kv_cache_mb=256, staleness=8)
 UPDATES, ROWS, SAMPLES, TOKENS = 22, 16, 8, 250
 LIMITS = replace(SHORT, sample_tokens=256, tokens=512)
-RATE = 7e-4
-"""Of a change of every weight: an optimizer step of the demos."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,6 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def running(cluster, folder):
     """``running(engines)`` -> engines and a loop over them, whose texts are all worth nothing."""
-    from contextlib import ExitStack
 
     from rlworker.cluster.rollout_group import Rollouts
     from rlworker.rollouts.loop import RolloutLoop
@@ -60,17 +58,6 @@ def make_rows(count: int, seed: int = 0) -> list[Row]:
     return [Row("", tuple(row), "", {}) for row in ids.tolist()]
 
 
-def name_weights(model) -> list:
-    return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
-
-
-def change_weights(model) -> None:
-    """Change every weight as an optimizer step does."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(RATE * torch.randn_like(parameter).sign())
-
-
 def leave_caches(worker) -> None:
     worker.engine._empty_caches = lambda: None
 
@@ -83,15 +70,14 @@ def count_sampled(worker) -> int:
 def update_all_along(rollouts, loop, folder: str, updates: int):
     """Draw, with updates spread over the draw: models by version, rows, completions, samples alive at each update."""
     (worker,), rows, alive = rollouts.workers, make_rows(ROWS), []
-    torch.manual_seed(3)
     model = load_folder(folder)
-    models = {send(worker, name_weights(model)): load_folder(folder)}
+    models = {send(worker, list_weights(model)): load_folder(folder)}
     draw = loop.begin(rows, Sampling(SAMPLES, 1.0, TOKENS, (1,), ()))
     for number in range(updates):
         while ask(worker.__ray_call__, count_sampled) < (number + 1) * TOKENS // (updates + 1):
             time.sleep(0.005)
-        change_weights(model)
-        version = send(worker, name_weights(model), 20_000)
+        nudge(model, seed=number)
+        version = send(worker, list_weights(model), 20_000)
         models[version] = load_folder(folder)
         models[version].load_state_dict(model.state_dict())
         alive.append(ask(worker.measure_load)[1])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
+from rlworker.config.sections import CurriculumConfig
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, batch_reward
 from rlworker.environments.reward import make_environment
 from rlworker.errors import RunError
+from rlworker.rollouts.curriculum import Curriculum
 from rlworker.rollouts.trajectory import has_zero_variance
 from rlworker.tracking.log import StepClock
 
@@ -164,8 +167,6 @@ def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_come_next():
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_curriculum_picks_what_is_drawn_and_goes_on_with_its_state(staleness):
     """Odd prompts are never right, and left out. A resumed run draws what the unbroken one does, ahead too."""
-    from rlworker.config.sections import CurriculumConfig
-    from rlworker.rollouts.curriculum import Curriculum
 
     def make():
         manager = make_ahead(staleness, further=1) if staleness else make_manager(ROWS, 1)
@@ -335,7 +336,6 @@ def test_a_step_in_which_every_environment_fails_before_it_samples_is_empty():
 
 
 def test_an_environment_that_cannot_be_sent_is_refused():
-    import threading
 
     from rlworker.environments.processes.pool import pickle_environment
 

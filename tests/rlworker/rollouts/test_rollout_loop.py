@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -97,7 +99,6 @@ def wait_until(holds) -> None:
 @pytest.fixture
 def running(cluster):
     """``running(engines, pool)`` -> a loop that runs ahead, and ends with the test; a pool of ``rate`` by default."""
-    from contextlib import ExitStack
 
     from rlworker.rollouts.loop import RolloutLoop
     from rlworker.rollouts.requests import RequestQueue
@@ -274,8 +275,6 @@ def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
 
 async def give_up(policy, row):
     """End while a task of its own waits for a sample."""
-    import asyncio
-
     episode = Episode(row)
     await policy.sample(episode)
     episode.observe("11")

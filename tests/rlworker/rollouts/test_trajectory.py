@@ -6,6 +6,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 import torch
+from support.rollout_workers import make_completion, make_completions
 
 from engines.batch.samples import Completion, Image
 from engines.images.placeholders import make_placeholders
@@ -13,7 +14,8 @@ from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import make_tiny_model
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
-from rlworker.rollouts.trajectory import batch_groups
+from rlworker.rollouts.metrics import summarise_groups
+from rlworker.rollouts.trajectory import batch_groups, to_batch
 
 ROW = Row("", (9,), "", {})
 
@@ -167,8 +169,55 @@ def test_images_of_later_turns_have_the_positions_of_transformers(tmp_path):
 
 
 def test_episodes_without_a_reward_have_a_mean_of_zero():
-    from rlworker.rollouts.metrics import summarise_groups
-
     episode = make_episode(make_sequence("p0"))
     metrics = summarise_groups([[episode, episode]])
     assert (metrics["reward"], metrics["zero_variance_groups"], metrics["samples"]) == (0.0, 1, 2)
+
+
+# -- completions of one turn
+
+
+def test_columns_stand_at_their_tokens():
+    from rlworker.trainers.agreement import compare_logprobs
+
+    rows = [Row("ab", (1, 2), "", {}), Row("c", (3,), "", {})]
+    completions = [
+        ([5, 6], [-0.5, -0.6], 4),
+        ([7], [-0.7], 4),
+        ([8, 9, 9], [-0.8, -0.9, -1.0], 3),
+        ([], [], 3),
+    ]
+    joined = make_completions(*completions)
+    batch = to_batch(rows, joined, [1.0, 0.0, 0.5, 0.25])
+    assert batch.lengths == (3, 2, 3, 0)
+    assert batch.inputs.tolist() == [1, 2, 5, 1, 2, 3, 8, 9]
+    assert batch.targets.tolist() == [2, 5, 6, 2, 7, 8, 9, 9]
+    assert batch.mask.tolist() == [False, True, True, False, True, True, True, True]
+    assert batch.rollout_logprobs.tolist() == pytest.approx([0, -0.5, -0.6, 0, -0.7, -0.8, -0.9, -1.0])
+    assert {name for name in batch.columns() if name.startswith(("rollout_top", "turn", "episode"))} == set()
+    assert batch.group.tolist() == [0, 0, 1, 1] and batch.versions.tolist() == [-1, 4, 4, -1, 4, 3, 3, 3]
+    trainer = batch.rollout_logprobs + torch.tensor([9.0, 0.1, 0, 9.0, 0, 0, -0.3, 0])
+    difference = compare_logprobs(batch, trainer)
+    assert difference["logprob_diff_max"] == pytest.approx(0.3)
+    assert difference["logprob_diff_mean"] == pytest.approx(0.4 / 6)
+
+
+def test_rows_with_other_numbers_of_completions_are_refused():
+    rows = [Row("", (1,), "", {})] * 2
+    with pytest.raises(ValueError, match="3 completions for 2 rows, expected equally many for each row"):
+        to_batch(rows, make_completions(*[([5], [-1.0], 0)] * 3), [0.0] * 3)
+
+
+def test_weights_that_changed_within_a_completion_are_told_token_by_token():
+    spanned = Completion(np.array([5, 6, 7], np.int32), np.zeros(3, np.float32), True, ((4, 1), (5, 2)))
+    other = make_completion([8], [-1.0], version=2)
+    batch = to_batch([Row("", (1, 2), "", {})], [spanned, other], [0.0, 0.0])
+    assert batch.versions.tolist() == [-1, 4, 5, 5, -1, 2]
+
+
+def test_logprobs_of_some_completions_alone_are_refused():
+    rows = [Row("ab", (1, 2), "", {}), Row("c", (3,), "", {})]
+    with pytest.raises(ValueError, match=r"3 sampled ids and logprobs of 2, expected of all or of none; draw all"):
+        to_batch(rows, make_completions(([5, 6], [-0.5, -0.6]), ([7],)), [1.0, 0.0])
+    greedy = to_batch(rows, make_completions(([5, 6],), ([7],)), [1.0, 0.0])
+    assert not greedy.rollout_logprobs.any() and greedy.mask.tolist() == [False, True, True, True]

@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import xxhash
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
+from engines.models.hf_folder import save_hf_folder
 from rlworker.checks.huggingface import probe_loss
 from rlworker.config.run import RunConfig
 from rlworker.errors import RunError
@@ -48,8 +50,6 @@ def flip(path: Path, place: int, bits: int) -> None:
 
 def save_engine(rank: int, world: int, address: str, model: str, out: str) -> tuple[dict, dict]:
     """Save a real engine after a step as workers do: the digests of this rank's files of both folders."""
-    from engines.models.hf_folder import save_hf_folder
-
     engine, batch = build_engine(rank, world, address, model, {}), make_batch()
     engine.train_step(plan(engine, batch)[1], probe_loss, float(batch.mask.sum()))
     of_engine = digest_files(f"{out}/actor", engine.save(f"{out}/actor"))
@@ -195,8 +195,6 @@ def test_a_file_that_cannot_be_read_is_damage(run, monkeypatch):
 
 
 def test_a_large_file_is_read_in_parts(tmp_path, monkeypatch):
-    import xxhash
-
     data = random.Random(0).randbytes(10_001)
     (tmp_path / "file").write_bytes(data)
     for size in (1, 100, 10_001, 2**20):

@@ -16,6 +16,7 @@ from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
+from rlworker.tracking.inputs import Inputs
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(4)]
 STEP = "checkpoints/step_N/hf"
@@ -188,8 +189,6 @@ def test_a_run_of_before_there_were_digests_says_so_and_has_them_from_then_on(be
 
 def test_a_further_source_that_changed_is_named_too(tmp_path):
     """Whatever its weight; one that is data.train itself is read once."""
-    from rlworker.tracking.inputs import Inputs
-
     data = DataConfig(str(tmp_path / "a.jsonl"))
     sources = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
     for source in sources:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engines.batch.batch import TrainBatch
 from rlworker.tracking import log as metrics
 from rlworker.tracking.log import RL_LINE, RunLog
 from rlworker.tracking.terminal import log_start, read_process_age
@@ -89,7 +90,6 @@ def test_seconds_of_the_start_are_of_this_program(capsys):
 
 def test_the_rate_of_an_update_counts_epochs_and_the_models_that_learned():
     """Two sequences of 3 and 2 tokens, of which 4 were computed: worked by hand."""
-    from engines.batch.batch import TrainBatch
     from rlworker.trainers.step_metrics import measure_flops
 
     batch = TrainBatch.from_ids([[1, 2, 3, 4], [1, 2, 5]], prompt_lengths=[2, 2])

@@ -28,6 +28,7 @@ from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
+from rlworker.rollouts.curriculum import Curriculum
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.trackers import TrackedRun, Trackers
@@ -159,7 +160,6 @@ def written(trainer, config, folder: Path) -> set[str]:
 
 
 def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, advantage=None, **settings) -> set[str]:
-    from rlworker.rollouts.curriculum import Curriculum
     from rlworker.rollouts.manager import RolloutManager
     from rlworker.trainers.agreement import SyncedWeights
     from rlworker.trainers.rl import Trainer
@@ -200,7 +200,8 @@ def supervised_fields(folder: Path) -> set[str]:
 
 
 @pytest.fixture
-def fields(tmp_path) -> set[str]:
+def fields(tmp_path, monkeypatch) -> set[str]:
+    monkeypatch.setattr("rlworker.trainers.step_metrics.wait_for", list)  # of no calls: there are no processes
     correcting = partial(policy_loss, kl_coef=0.1, kl=kl_k3, correction=truncated_importance)
     algorithm = AlgorithmConfig(kl_coef=0.1, mini_batches=2, epochs=2, greedy_baseline=True)
     in_reward = replace(algorithm, kl_in="reward")

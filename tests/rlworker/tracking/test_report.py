@@ -9,10 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from rlworker.config.run import RunConfig
+from rlworker.tracking.log import RL_LINE, RunLog
 from rlworker.tracking.report.curves import MOST_LINES
 from rlworker.tracking.report.page import LIBRARY, format_report, write_report
+from rlworker.tracking.trackers import TrackedRun, Trackers
 
 
 @pytest.fixture
@@ -201,11 +204,6 @@ def test_a_number_that_json_cannot_hold_is_no_point(folder):
     assert read_points(read_data(write_report(folder).read_text()), "kl") == [(2, 0.5)]
 
 
-def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match="is not a run folder"):
-        write_report(tmp_path)
-
-
 def test_outages_are_told(folder):
     lost = {"actor rank 0": "died", "rollout engine 1": "stood still"}
     (folder / "outages.jsonl").write_text(json.dumps({"where": "step 2, phase update", "lost": lost}) + "\n")
@@ -216,8 +214,6 @@ def test_outages_are_told(folder):
 
 def test_an_episode_is_shown_turn_by_turn(folder):
     """Who wrote what, what learns, rewards, images, forks and failures; what came in between is text, never markup."""
-    from PIL import Image
-
     Image.new("RGB", (4, 4), (200, 0, 0)).save(folder / "crop.png")
     Image.effect_noise((300, 200), 90).convert("RGB").save(folder / "photo.png")
     images = [str(folder / "crop.png"), str(folder / "photo.png"), "gone.png"]
@@ -249,9 +245,6 @@ def test_an_episode_is_shown_turn_by_turn(folder):
 
 def test_samples_are_of_the_first_and_last_steps_that_the_run_has_come_to(folder):
     """Of many; files of later steps are of before the run went back. Half a surrogate in one ends no report."""
-    from rlworker.tracking.log import RL_LINE, RunLog
-    from rlworker.tracking.trackers import TrackedRun, Trackers
-
     steps = [1, 10, 20, 100, 30, 1_000_000, 2_000_000]
     with RunLog(folder, 10, 0, Trackers([], TrackedRun(folder, 0, {})), RL_LINE) as log:
         sample = {"completion": "2\ud83d", "answer": "2", "reward": 1.0, "version": 3}
@@ -266,9 +259,6 @@ def test_samples_are_of_the_first_and_last_steps_that_the_run_has_come_to(folder
 
 
 def test_a_report_is_drawn_anew_at_each_validation_and_its_failure_ends_no_run(folder, capsys):
-    from rlworker.tracking.log import RunLog
-    from rlworker.tracking.trackers import TrackedRun, Trackers
-
     trackers = Trackers([], TrackedRun(folder, 2, {}))
     with RunLog(folder, 10, 2, trackers, draw=write_report) as log:
         log.step(3, {"reward": 0.5})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.tracking.log import RunLog, read_metrics
 from rlworker.tracking.terminal import LOGGER
@@ -241,8 +242,6 @@ def test_the_logger_may_be_silenced_and_routed(capsys):
 
 
 def test_trackers_are_named_on_the_command_line():
-    from rlworker.config.command_line import parse_config
-
     options = ["--trackers", "tensorboard", "wandb"]
     assert parse_config(RunConfig(), args=options).trackers == ("tensorboard", "wandb")
     assert parse_config(RunConfig(), args=[]).trackers == ()

@@ -4,15 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from support.huggingface import compute_logprobs
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common import squares
+from rlworker.checks.huggingface import load_huggingface
 from rlworker.checks.tiny_models import make_tiny_vlm
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig, EnvironmentConfig, LimitsConfig
 from rlworker.environments import Episode
 from rlworker.environments.reward import exact_match
 from rlworker.errors import RunError
+from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import StepClock, read_metrics
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster", "by_value")]
@@ -37,8 +41,6 @@ def make_config(folder: Path, family: str) -> RunConfig:
 
 async def look_again(policy, row):
     """Show another image after the first answer, which has as many tokens as its colour says."""
-    from PIL import Image
-
     episode = Episode(row)
     first = await policy.sample(episode)
     episode.observe("<image> ?", images=[Image.new("RGB", (56, 56), (200, 40 * len(first.token_ids), 0))])
@@ -49,10 +51,7 @@ async def look_again(policy, row):
 
 def test_tokens_behind_an_image_of_a_later_turn_have_huggingfaces_logprobs(tmp_path, measured):
     """Of every sampled token, over sequences as they were recorded."""
-    from support.huggingface import compute_logprobs
 
-    from rlworker.checks.huggingface import load_huggingface
-    from rlworker.rollouts.trajectory import batch_groups
     from rlworker.trainers.rl import Trainer
 
     config = make_config(tmp_path, "qwen2_5_vl")

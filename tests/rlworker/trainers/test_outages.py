@@ -2,6 +2,7 @@
 
 import json
 
+import kill_chain
 import pytest
 from outages import cause_outage
 
@@ -82,7 +83,6 @@ def test_going_back_may_fail_too(make_outages, died):
 @pytest.mark.large
 @pytest.mark.timeout(600)
 def test_a_run_that_loses_processes_ends_as_if_it_had_not(cluster, tmp_path, measured):
-    import kill_chain
     import ray
 
     ray.cloudpickle.register_pickle_by_value(kill_chain)  # whose reward the workers cannot import

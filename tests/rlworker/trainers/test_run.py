@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from engines.config import VllmConfig
+from hardware.cpu import platform
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig
 from rlworker.config.validation import ValidationConfig
@@ -193,7 +194,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_message(counting, tmp_path, mo
 def test_bfloat16_without_its_instructions_is_warned_of_at_the_start(
     counting, tmp_path, monkeypatch, capsys, flags, dtype, warned
 ):
-    from hardware.cpu import platform
     from rlworker.trainers import run
 
     class Started(Exception):

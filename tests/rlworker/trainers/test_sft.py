@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.common.smoke import SftRecipeConfig, shrink_supervised
+from recipes.sft import DEFAULT
 from rlworker.config.sections import CheckpointConfig, DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import load_tokenizer
@@ -19,8 +20,6 @@ from rlworker.tracking.log import read_metrics
 
 
 def make_config(folder: Path) -> SftRecipeConfig:
-    from recipes.sft import DEFAULT
-
     data = DataConfig(instruction="Reason step by step, and end with #### and the final answer.")
     config = shrink_supervised(replace(DEFAULT, run_dir=str(folder / "sft"), data=data))
     optimizer = replace(config.actor.optimizer, lr=1e-2, lr_warmup_steps=0, lr_scheduler="constant")
@@ -36,10 +35,14 @@ def config(tmp_path) -> SftRecipeConfig:
     return make_config(tmp_path)
 
 
-def fit(config: SftConfig) -> Path:
+def make_trainer(config: SftConfig):
     from rlworker.trainers.sft import SftTrainer
 
-    with SftTrainer(config) as trainer:
+    return SftTrainer(config)
+
+
+def fit(config: SftConfig) -> Path:
+    with make_trainer(config) as trainer:
         trainer.fit()
     return Path(config.run_dir)
 
@@ -112,11 +115,9 @@ def test_a_resumed_run_is_the_unbroken_one(finished, tmp_path, capsys):
 
 def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_come_next(config):
     """Half an epoch of sixteen rows in steps of four, the rest in steps of two: every row once."""
-    from rlworker.trainers.sft import SftTrainer
-
     taken, state = [], {"step": 0}
     for rows_per_step, steps in ((4, 2), (2, 4)):
-        trainer = SftTrainer(replace(config, rows_per_step=rows_per_step))
+        trainer = make_trainer(replace(config, rows_per_step=rows_per_step))
         take = lambda batch, *_: (taken.extend(batch.split(len(batch))), ({"loss": 0.0, "grad_norm": 0.0}, None))[1]  # noqa: E731
         trainer.group, trainer.list_learners = SimpleNamespace(train_step=take), list
         trainer.restore(state)
@@ -128,30 +129,27 @@ def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_come_next(con
 
 
 def test_long_answers_are_an_error_or_left_out(config):
-    from rlworker.trainers.sft import SftTrainer
-
     short = replace(config, max_answer_tokens=20)
     with pytest.raises(ValueError, match=r"has \d+ tokens and an end, expected at most 20; raise --max-answer-tokens"):
-        SftTrainer(short)
-    trainer = SftTrainer(replace(short, data=replace(config.data, skip_long_prompts=True)))
+        make_trainer(short)
+    trainer = make_trainer(replace(short, data=replace(config.data, skip_long_prompts=True)))
     answers = [json.loads(line)["answer"] for line in Path(config.data.train).open()]
     kept = [answer for answer in answers if len(answer) < 20]  # a token a character
     assert 0 < len(trainer.train) == len(kept) < len(answers)
     assert trainer.skipped["skipped_train"] == len(answers) - len(kept)
     with pytest.raises(ValueError, match="all answers are longer than 2 tokens"):
-        SftTrainer(replace(short, data=replace(config.data, skip_long_prompts=True), max_answer_tokens=2))
+        make_trainer(replace(short, data=replace(config.data, skip_long_prompts=True), max_answer_tokens=2))
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(config):
     from rlworker.trainers.launch import launch_supervised
-    from rlworker.trainers.sft import SftTrainer
 
     with pytest.raises(ValueError, match="rows_per_step=1 leaves some of 2 data-parallel ranks"):
         replace(config, rows_per_step=1)
     with pytest.raises(ValueError, match="slots=64 does not hold the longest sequence, 256 tokens, which takes 255"):
         replace(config, actor=replace(config.actor, slots=64))
     with pytest.raises(ValueError, match="= 392 is above the model's 256 positions"):
-        SftTrainer(replace(config, max_answer_tokens=200))
+        make_trainer(replace(config, max_answer_tokens=200))
     Path(config.run_dir).mkdir(parents=True)
     (Path(config.run_dir) / "config.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"error: run_dir: .* already holds a run"):

@@ -1,6 +1,10 @@
 """Shared devices: what is on them in each phase, that no number changes, and calls out of turn."""
 
 import json
+import os
+import shutil
+import signal
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +12,7 @@ import pytest
 from kill_chain import compare_ends, make_config, read_metrics_without_times
 
 from engines.batch.samples import Request
+from engines.vllm.sleep import Sleep
 from recipes.common.addition import make_data, make_model
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.sections import CheckpointConfig, CriticConfig, PlacementConfig, RecoveryConfig
@@ -132,8 +137,6 @@ class Llm:
 
 
 def test_an_engine_is_asked_for_nothing_out_of_turn():
-    from engines.vllm.sleep import Sleep
-
     llm = Llm()
     state = Sleep(llm, frees=True)
     state.require_weights("generate")
@@ -162,8 +165,6 @@ def test_an_engine_is_asked_for_nothing_out_of_turn():
 
 
 def test_where_vllm_cannot_sleep_the_order_is_kept():
-    from engines.vllm.sleep import Sleep
-
     state = Sleep(None, frees=False)
     state.sleep(2)
     with pytest.raises(RuntimeError, match="sleep"):
@@ -238,10 +239,6 @@ def test_turns_change_no_number(runs):
 def test_a_run_that_takes_turns_resumes_and_replaces_what_it_lost(runs, lost):
     """Resumed from a run of the other kind after step 1, the reference and half of the optimizers on the host; the
     lost process is killed before the update of step 3."""
-    import os
-    import shutil
-    import signal
-    from contextlib import contextmanager
 
     import ray
 

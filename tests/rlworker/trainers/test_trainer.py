@@ -14,6 +14,8 @@ from support.huggingface import compute_logprobs, load_folder
 
 from engines.batch.samples import Request
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from engines.models.hf_folder import SafetensorsFolder
+from engines.weight_sync import pack_buckets
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax
 from rlworker.algorithms.losses import policy_loss, sequence_mean
@@ -31,6 +33,7 @@ from rlworker.config.sections import (
 from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import pick_rows
 from rlworker.environments.reward import exact_match
+from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.tracking.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("cluster", "by_value")
@@ -121,8 +124,6 @@ def finished(make_hf_model, data, tmp_path_factory):
 def steps_of_few_groups(trainer) -> dict:
     """Metrics of a step of one group of four samples for eight mini-batches over two replicas, those of a step without
     a group, and what is said of the tenth in a row."""
-    from rlworker.rollouts.trajectory import TrajectoryGroup
-
     sample, algorithm = trainer.manager.sample, AlgorithmConfig(mini_batches=8, dynamic_sampling=1)
     trainer.config, seen = replace(trainer.config, algorithm=algorithm), []
 
@@ -175,9 +176,6 @@ def sync_with(trainer, fault: str) -> str:
 
 def plant(worker, fault: str, model) -> None:
     """Let a rollout worker's engine lose something of every sync: this runs in its process."""
-    from engines.models.hf_folder import SafetensorsFolder
-    from engines.weight_sync import pack_buckets
-
     right, seen = worker.engine.load_weights, []
     names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
     other = dict(zip(names, names[::-1]))

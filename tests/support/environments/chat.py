@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tokenizers import AddedToken
+
+from recipes.common.addition import make_tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -76,9 +80,6 @@ class GuardedTokenizer:
 
 def make_chat_tokenizer(template: str) -> GuardedTokenizer:
     """Make a tokenizer of a token per character, the tokens of chat, and a template."""
-    from tokenizers import AddedToken
-
-    from recipes.common.addition import make_tokenizer
 
     tokenizer = make_tokenizer(template)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in CHAT_TOKENS])

@@ -10,6 +10,7 @@ import numpy as np
 from support.environments.chat import SAMPLED, GuardedTokenizer
 
 from engines.batch.samples import Completion, Request, Sampling
+from recipes.common.addition import make_tokenizer
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
@@ -29,8 +30,6 @@ LIMITS = EpisodeLimits(turns=4, tokens=40, sample_tokens=8, time_limit_s=0.5, to
 
 @cache
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    from recipes.common.addition import make_tokenizer
-
     return make_tokenizer()
 
 

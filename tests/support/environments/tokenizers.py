@@ -6,6 +6,9 @@ import json
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -51,8 +54,6 @@ _ADDED: dict[Kind, tuple[tuple[str, ...], bool]] = {
 def make_tokenizer(kind: Kind) -> PreTrainedTokenizerFast:
     """Make the tokenizer of a kind: Llama 2's (and its Zephyr) with ``Prepend``, Mistral's with ``Metaspace`` at the
     first text or, as T5's, at each, Phi-3's with ``rstrip``, and Qwen's of bytes."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     special, (further, rstrip) = ["<unk>", "<s>", "</s>"], _ADDED.get(kind, ((), False))
@@ -82,8 +83,6 @@ def make_tokenizer(kind: Kind) -> PreTrainedTokenizerFast:
 
 def _train(pre_tokenizer, first: list[str]) -> dict:
     """Train merges behind the tokens that come first: ``vocab`` and ``merges``."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet() if isinstance(pre_tokenizer, pre_tokenizers.ByteLevel) else []

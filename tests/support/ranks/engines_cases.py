@@ -1,5 +1,19 @@
 """Ranks of the Megatron tests run these functions, which every process imports from here."""
 
+import gc
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+from engines.batch.batch import TrainBatch
+from engines.batch.beginnings import find_beginnings
+from engines.batch.schedule import plan_schedule
+from engines.config import MegatronConfig, OptimizerConfig
+from engines.models.spec import ModelSpec
+from hardware.platforms import get_platform
+from rlworker.checks.huggingface import probe_loss
+
 LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 """Ids per sequence: one with a single input and one with none, no two alike, and an odd count of inputs at the end, so
 that alignment pads after the last one too."""
@@ -9,9 +23,6 @@ STEPS = 3
 
 def start_process(rank: int, name: str = "cpu"):
     """Return platform and device; Megatron is imported and patched once per process."""
-    from importlib import import_module
-
-    from hardware.platforms import get_platform
 
     platform = get_platform(name)
     if name.endswith("-emulated"):  # in a pool that has started as another platform too: beyond that it adds operators
@@ -27,8 +38,6 @@ def start_process(rank: int, name: str = "cpu"):
 
 def join_group(rank: int, world: int, address: str):
     """Make a plain process group over all ranks, in place of whatever was there."""
-    import torch.distributed as dist
-
     leave_groups()
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
     return dist.group.WORLD
@@ -36,9 +45,6 @@ def join_group(rank: int, world: int, address: str):
 
 def leave_groups() -> None:
     """Take down every process group of this process, and end their threads."""
-    import gc
-
-    import torch.distributed as dist
 
     if dist.is_initialized():
         from engines.megatron.groups import leave_distributed
@@ -54,12 +60,9 @@ def build_engine(rank: int, world: int, address: str, model, settings: dict, pla
     The parallel groups of the engine before it are kept where they are of the same sizes.
     """
     platform = start_process(rank, platform)
-    import torch
 
-    from engines.config import MegatronConfig
     from engines.megatron.engine import MegatronEngine
     from engines.megatron.groups import init_distributed
-    from engines.models.spec import ModelSpec
 
     config = MegatronConfig(ranks=world, timeout_s=60, **settings)
     sizes = (config.tp, config.pp, config.cp, config.ep, config.etp)
@@ -73,9 +76,6 @@ def build_engine(rank: int, world: int, address: str, model, settings: dict, pla
 
 def make_batch(seed: int = 1, vocab: int = 99):
     """Make sequences of ``LENGTHS`` random ids with prompts of one to three, and advantages of both signs."""
-    import torch
-
-    from engines.batch.batch import TrainBatch
 
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
@@ -86,9 +86,6 @@ def make_batch(seed: int = 1, vocab: int = 99):
 
 def plan(engine, batch):
     """Return the schedule of a batch over an engine's replicas, and this replica's shard."""
-    from engines.batch.beginnings import find_beginnings
-    from engines.batch.schedule import plan_schedule
-
     whole_images = any(rule.images for rule in engine.model.rules)
     found = find_beginnings(batch, engine.config, engine.platform, whole_images)
     schedule = plan_schedule(batch.lengths, engine.config, engine.model.hidden, engine.dp_size, beginnings=found)
@@ -97,7 +94,6 @@ def plan(engine, batch):
 
 def gather_logits(engine, shard):
     """Gather the logits ``[N, vocab]`` of this replica's shard from every rank, by the engine's own packing."""
-    import torch
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import (
@@ -138,14 +134,10 @@ def gather_logits(engine, shard):
 
 def run_case(rank: int, world: int, address: str, folder: str, settings: dict, platform: str = "cpu") -> dict:
     """Compute logits, logprobs, gradients and weights of one parallel configuration, to compare with HuggingFace."""
-    import torch
-
-    from engines.config import OptimizerConfig
 
     optimizer = OptimizerConfig(lr=5e-4, adam_eps=1e-5, clip_grad=0.5)
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer}, platform)
     from engines.probes.megatron import gather_gradients
-    from rlworker.checks.huggingface import probe_loss
 
     batch = make_batch()
     schedule, shard = plan(engine, batch)

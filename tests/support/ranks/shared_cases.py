@@ -3,7 +3,15 @@
 import dataclasses
 from functools import partial
 
+import torch
 from support.ranks.engines_cases import build_engine, plan
+from support.ranks.vlm_cases import make_prompts
+
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import list_columns
+from engines.images.columns import make_image_columns
+from rlworker.algorithms.losses import policy_loss, truncated_importance
+from rlworker.checks.huggingface import probe_loss
 
 GROUPS = ((9, 4), (5, 3), (14, 1), (3, 2), (7, 3))
 """Ids of each prompt, and how many samples it has; one group is a single sample."""
@@ -13,8 +21,6 @@ SAMPLED = (1, 2, 6, 11, 3, 8, 17)
 
 def make_grouped(model=None, seed: int = 1):
     """Make groups of samples, shuffled, some of two turns, among sequences that nobody begins like."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     draw = lambda count: torch.randint(3, 99, (count,), generator=generator).tolist()  # noqa: E731
     sequences, sampled = [draw(6), draw(13)], [[False] * 2 + [True] * 4, [False] * 2 + [True] * 11]
@@ -31,8 +37,6 @@ def make_grouped(model=None, seed: int = 1):
 def make_stale(model=None, seed: int = 1):
     """Make the groups of ``make_grouped`` with all that a policy loss of older samples reads, and weights of some
     targets that were not sampled."""
-    import torch
-
     batch, generator = make_grouped(model, seed), torch.Generator().manual_seed(seed)
     count, mask = batch.num_tokens, batch.mask
     noise = lambda *shape: 0.3 * torch.randn(*shape, generator=generator)  # noqa: E731
@@ -53,9 +57,6 @@ def make_stale(model=None, seed: int = 1):
 def make_uneven(model=None, seed: int = 1):
     """Make a long sequence for one of two replicas, a short one and a group for the other, which do not fit together
     into a micro-batch of 40: the first has a dummy."""
-    import torch
-
-    from engines.batch.batch import TrainBatch
 
     generator = torch.Generator().manual_seed(seed)
     draw = lambda count: torch.randint(3, 99, (count,), generator=generator).tolist()  # noqa: E731
@@ -67,8 +68,6 @@ def make_uneven(model=None, seed: int = 1):
 
 def make_forked(model=None, seed: int = 1):
     """Make groups whose prompts begin alike too, and samples that go on from a part of another's completion."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     draw = lambda count: torch.randint(3, 99, (count,), generator=generator).tolist()  # noqa: E731
     sequences, sampled, system = [], [], draw(11)
@@ -84,9 +83,6 @@ def make_forked(model=None, seed: int = 1):
 
 def make_grouped_images(paths, model, seed: int = 1):
     """Make groups of samples that go on from prompts with images and without; equal texts about other images too."""
-    import torch
-    from support.ranks.vlm_cases import make_prompts
-
     generator = torch.Generator().manual_seed(seed)
     prompts = make_prompts(model, paths, ((0,), (1, 2, 3), (), (4, 5), (0,)), seed)
     # The same ids and positions as the first, about an image of the same size.
@@ -102,10 +98,6 @@ def make_grouped_images(paths, model, seed: int = 1):
 
 
 def _shuffle(sequences, generator, model=None, images=(), *, sampled):
-    import torch
-
-    from engines.batch.batch import TrainBatch
-    from engines.images.columns import make_image_columns
 
     order = torch.randperm(len(sequences), generator=generator).tolist()
     sequences, sampled, images = ([x[i] for i in order] if x else () for x in (sequences, sampled, images))
@@ -121,9 +113,6 @@ def value_loss(outputs, batch):
 
 
 def _choose_loss(model, batch):
-    from rlworker.algorithms.losses import policy_loss, truncated_importance
-    from rlworker.checks.huggingface import probe_loss
-
     if model.head == "value":
         return value_loss
     if batch.old_logprobs is None:
@@ -147,7 +136,6 @@ def compute_both_ways(
         make: ``make(model)``, the batch.
     """
     engine = build_engine(rank, world, address, model, settings, platform)
-    from engines.batch.shard import list_columns
     from engines.probes.megatron import gather_gradients
 
     batch, found, build = make(engine.model), [], engine.layout

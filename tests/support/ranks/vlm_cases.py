@@ -1,9 +1,20 @@
 """Images and batches of vision-language models, and what the ranks of their tests run."""
 
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
+import torch
+from PIL import Image
 from support.ranks.engines_cases import build_engine, gather_logits, plan
+from support.rollout_workers import Prompt
+
+from engines.batch.batch import TrainBatch
+from engines.images.columns import make_image_columns
+from engines.images.placeholders import make_placeholders
+from engines.images.processor import ImageProcessor
+from rlworker.checks.huggingface import probe_loss
 
 QWEN2_5_VL_7B = json.loads("""{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0,
     "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655,
@@ -41,9 +52,6 @@ ROWS = ((), (0,), (1, 2, 3), (), (0,), (4, 5))
 
 
 def make_images(folder) -> list[str]:
-    import numpy as np
-    from PIL import Image
-
     generator, paths = np.random.default_rng(0), []
     for number, (width, height) in enumerate(IMAGE_SIZES):
         pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -54,9 +62,6 @@ def make_images(folder) -> list[str]:
 
 def make_videos(folder) -> list[dict]:
     """Save videos, and return how each is opened: a file and a folder of frames."""
-    import numpy as np
-    from PIL import Image
-
     generator, opened = np.random.default_rng(3), []
     for number, (frames, (width, height)) in enumerate(VIDEO_SHAPES):
         pixels = generator.integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
@@ -79,11 +84,6 @@ def open_shown(processor, path, place: str):
 
 
 def make_prompts(model, paths, rows=ROWS, seed: int = 1):
-    import torch
-    from support.rollout_workers import Prompt
-
-    from engines.images.placeholders import make_placeholders
-    from engines.images.processor import ImageProcessor
 
     processor, generator = ImageProcessor(model.folder, model.vision), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(10, 85, (count,), generator=generator).tolist()  # noqa: E731
@@ -99,12 +99,6 @@ def make_prompts(model, paths, rows=ROWS, seed: int = 1):
 
 def make_vlm_batch(model, paths, rows=ROWS, seed: int = 1):
     """Make a batch that goes on from ``make_prompts`` with a few random ids, which count, and advantages."""
-    import dataclasses
-
-    import torch
-
-    from engines.batch.batch import TrainBatch
-    from engines.images.columns import make_image_columns
 
     prompts, generator = make_prompts(model, paths, rows, seed), torch.Generator().manual_seed(seed)
     text = lambda count: torch.randint(10, 85, (count,), generator=generator).tolist()  # noqa: E731
@@ -137,7 +131,6 @@ def run_vlm_case(
     if budget and engine.vision:
         engine.vision.budget = budget
     from engines.probes.megatron import gather_gradients
-    from rlworker.checks.huggingface import probe_loss
 
     batch, decoded = make_vlm_batch(engine.model, paths, rows), []
     if engine.vision:

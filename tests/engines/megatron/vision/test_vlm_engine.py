@@ -12,6 +12,7 @@ from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images, make_vlm_batch, name_part, rename
 
 from engines.config import MegatronConfig, OptimizerConfig
+from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import probe_loss
 
@@ -25,8 +26,6 @@ def copy_weights(engine) -> dict[str, torch.Tensor]:
 
 def run_steps(rank: int, world: int, address: str, folder: str, paths, settings: dict, out: str) -> dict:
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": OptimizerConfig(lr=1e-3)})
-    from engines.models.hf_folder import save_hf_folder
-
     batch = make_vlm_batch(engine.model, paths)
     _, shard = plan(engine, batch)
 
@@ -141,8 +140,6 @@ def test_a_text_model_has_no_parts_to_freeze(make_hf_model):
 
 def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, recompute: str) -> int:
     engine = build_engine(rank, world, address, folder, {"recompute": recompute})
-    import torch
-
     images = [image for own in make_vlm_batch(engine.model, paths).images for image in own]
     kept = []
     engine.module.train()

@@ -5,6 +5,7 @@ import torch
 from support.cover import matrix
 from support.factors import (
     EXPERT_SIZES,
+    FOUR_RANKS,
     IMAGE_FAMILIES,
     IMAGE_STATE_FAMILIES,
     LAYOUTS,
@@ -64,6 +65,8 @@ def compare(pool_of, folders, images, reference, measured):
 MICRO = {"whole": {}, "split": {"micro_batch_tokens": 45}}
 """As few micro-batches as the sizes allow; or several, with images and without."""
 PARTS = ("vision", "projector", "language")
+TILED = ("qwen3_vl", "internvl")
+"""One family of each way to cut images."""
 
 
 def can_learn(case: dict) -> bool:
@@ -82,6 +85,7 @@ def can_learn(case: dict) -> bool:
         **{part: (f"{part} learns", f"{part} frozen") for part in PARTS},
     },
     allowed=can_learn,
+    heavy=lambda case: case["size"] in FOUR_RANKS and case["family"] not in TILED,
 )
 def test_parity(compare, size, family, layout, recompute, micro, vision, projector, language):
     frozen = tuple(state.split()[0] for state in (vision, projector, language) if "frozen" in state)
@@ -143,10 +147,6 @@ def test_states(pool_of, images, states, measured, size, layout, platform):
     settings |= MICRO["split"] if "CP2" in size else {}
     ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings, platform)
     check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_5 {layout} {platform}")
-
-
-TILED = ("qwen3_vl", "internvl")
-"""One family of each way to cut images."""
 
 
 @pytest.mark.parametrize(
