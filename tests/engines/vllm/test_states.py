@@ -1,9 +1,11 @@
 """States in vLLM: logprobs against HuggingFace of prompts in chunks, of cached beginnings and after a weight sync."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.huggingface import load_folder, measure_differences, name_weights
 from support.models import LANGUAGE_MODELS, VOCAB
 from support.rollout_workers import Prompt, ask, find_unlike, make_requests, send
@@ -34,6 +36,8 @@ def rollout(request, cluster, tmp_path_factory):
     spec = ModelSpec.from_folder(
         make_tiny_text(tmp_path_factory.mktemp("model"), family, VOCAB, tied=False, **settings)
     )
+    further = {"mtp.fc.weight": torch.ones(128, 256), "mtp.norm.weight": torch.ones(128)}  # which vLLM passes over
+    save_file(further, Path(spec.folder, "further.safetensors"))
     with Rollouts("cpu", 1) as rollouts:
         (worker,) = rollouts.start(spec, replace(CONFIG, vllm=request.param)).wait().workers
         yield worker, spec, 8 if request.param else 1  # prompts are cut at the last end of a block as well
