@@ -1,10 +1,12 @@
 """States in vLLM: logprobs against HuggingFace of prompts in chunks, of cached beginnings and after a weight sync."""
 
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.huggingface import load_folder, measure_differences, move_weights, name_weights
 from support.models import LANGUAGE_MODELS, VOCAB
 from support.rollout_workers import Prompt, ask, find_unlike, make_requests, send, start_engine
@@ -33,6 +35,8 @@ def rollout(request, cluster, tmp_path_factory):
     spec = ModelSpec.from_folder(
         make_tiny_text(tmp_path_factory.mktemp("model"), family, VOCAB, tied=False, **settings)
     )
+    further = {"mtp.fc.weight": torch.ones(128, 256), "mtp.norm.weight": torch.ones(128)}  # which vLLM passes over
+    save_file(further, Path(spec.folder, "further.safetensors"))
     with start_engine(spec, replace(CONFIG, vllm=request.param)) as worker:
         yield worker, spec, 8 if request.param else 1  # prompts are cut at the last end of a block as well
 
