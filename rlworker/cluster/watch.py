@@ -149,6 +149,8 @@ def wait_for(references: Sequence[Any]) -> list:
     Raises:
         RayError: the first call that failed.
     """
+    if not references:
+        return []  # ray.wait would start a Ray where none runs
     results, pending = {}, list(references)
 
     def wait(slice_s: float) -> bool:
