@@ -40,6 +40,8 @@ def export(engine):
         ("qwen3_moe", {"tp": 2, "ep": 2}, False),
         ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
         ("qwen3_5_text", {"tp": 2}, False),  # with states, and gates beside queries
+        ("qwen3_next", {"tp": 2, "ep": 2}, False),  # whose projections of states are fused by key heads
+        pytest.param("qwen3_5_moe_text", {"tp": 2, "ep": 2}, False, marks=pytest.mark.large),
         ("qwen3_vl_moe", {"ep": 2}, False),  # whose experts are fused and transposed
         pytest.param("qwen3_vl_moe", {"tp": 2, "etp": 2}, False, marks=pytest.mark.large),
         pytest.param("mixtral", {"ep": 2}, False, marks=pytest.mark.large),
@@ -125,6 +127,7 @@ def list_resumes(model: tuple[str, bool], cases: list, more: list) -> list:
         *list_resumes(("qwen3_moe-dense", False), [("TP2-EP2", "DP2-ETP2")], [("TP2-EP2", "TP2-EP2")]),  # of two kinds
         *list_resumes(("qwen3_moe", False), [], OF_EXPERTS),
         *list_resumes(("qwen3_5_text", True), [("TP2", "DP2")], [("PP2", "TP2"), ("CP2", "PP2")]),
+        *list_resumes(("qwen3_next", False), [], OF_EXPERTS[:3]),
         *list_resumes(("glm4_moe", False), [("one", "one")], OF_EXPERTS[:5]),
         *list_resumes(("qwen3_moe-late", False), [], [("PP2", "PP2"), ("PP2", "DP2")]),
         *list_resumes(("qwen3_moe-early", False), [], [("PP2", "PP2"), ("DP2", "PP2")]),
