@@ -43,6 +43,7 @@ _TEXT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32} | _EXPERTS,
     "glm4_moe": GLM_EXPERTS | {"tied": False, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
     **STATE_MODELS,
+    "qwen3_next": {"tied": False} | STATE_MODELS["qwen3_next"],
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},

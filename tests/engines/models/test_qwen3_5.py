@@ -77,24 +77,6 @@ def test_experts_beside_states(tmp_path):
     assert shapes == {"in_proj_qkvz.weight": (2 * 2048 + 2 * 4096, 4096), "in_proj_ba.weight": (64, 4096)}
 
 
-def test_rows_of_fused_projections_by_hand(tmp_path):
-    """Of two key heads with two entries, and two value heads each with three: rows are numbered as the folder has
-    them."""
-    import torch
-
-    from engines.megatron.weights import _join, _split
-
-    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 2}
-    spec = read(tmp_path, **NEXT, **sizes, linear_value_head_dim=3, hidden_size=32)
-    weight = spec.find_weight("decoder.layers.0.self_attention.in_proj.weight")
-    qkvz, ba = torch.arange(32).float()[:, None], 100 + torch.arange(8).float()[:, None]
-    first = [*range(10), 102, 103, 100, 101, *range(10, 16)]  # query, key, values, a, b, gates of the output
-    second = [*range(16, 26), 106, 107, 104, 105, *range(26, 32)]
-    whole = _join(weight, [qkvz, ba], spec, 0)
-    assert whole.flatten().tolist() == first + second
-    assert [part.tolist() for part in _split(weight, whole, spec)] == [qkvz.tolist(), ba.tolist()]
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
@@ -102,6 +84,7 @@ def test_rows_of_fused_projections_by_hand(tmp_path):
         (MOE, {"mlp_only_layers": [0]}, "sets mlp_only_layers, which the engine does not build"),
         (MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok 9, expected a whole number from 1 to its 8 experts"),
         (NEXT, {"layer_types": ["linear_attention"] * 32}, "layer_types of linear_attention alone"),
+        (NEXT, {"tie_word_embeddings": True}, "sets tie_word_embeddings, which the engine does not build"),
         (NEXT, {"decoder_sparse_step": 33}, "experts in no layer"),
         (NEXT, {"shared_expert_intermediate_size": "left out"}, "lacks the keys .'shared_expert_intermediate_size'"),
     ],
