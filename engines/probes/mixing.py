@@ -90,11 +90,11 @@ class Mixing:
     def mix(self, layer, drawn: list[Tensor]) -> Tensor:
         """Put what was drawn through a layer: ``[N, ...]``."""
         if self.rule.state:
-            net, (columns,) = layer.self_attention, drawn
-            lasting = math.log(_DECAY) - net.a_log - net.dt_bias  # decays are exp(a_log) * softplus(a + dt_bias)
-            shift = columns.new_zeros(*columns.shape[-2:])  # [G, columns]
-            shift[:, net.net.convolved : net.net.convolved + net.net.ratio] = lasting.view(len(shift), -1)
-            out = net.mix(columns + shift, self.inputs).transpose(0, 1)
+            mixer, (columns,) = layer.self_attention, drawn
+            net, shift = mixer.net, columns.new_zeros(*columns.shape[-2:])  # [G, columns]
+            lasting = math.log(_DECAY) - mixer.a_log - mixer.dt_bias  # decays are exp(a_log) * softplus(a + dt_bias)
+            shift[:, net.convolved : net.convolved + net.ratio] = lasting.view(len(shift), -1)
+            out = mixer.mix(columns + shift, self.inputs).transpose(0, 1)
         else:
             core = layer.self_attention.core_attention
             out = core(*drawn, self.inputs.attention_mask, attn_mask_type=None, packed_seq_params=self.inputs)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.models.families.experts._mixture import NEEDED_OF_EXPERTS, Mixture, read_experts
+from engines.models.families.experts._mixture import NEEDED_OF_EXPERTS, Mixture, place_experts, read_experts
 from engines.models.families.text.qwen3_5_text import FAMILY as QWEN3_5
 from engines.models.families.text.qwen3_5_text import read_layers as read_dense_layers
 from engines.models.layer import LayerKind
@@ -16,9 +16,8 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
     to 1, as transformers always does."""
     if config[_NORMED] is not True:
         raise ValueError(f"model: {path} has {_NORMED} {config[_NORMED]!r}, expected true, as transformers computes")
-    mixture = Mixture(read_experts(config, path))
-    change = lambda kind: replace(kind, mlp=(mixture,), options=replace(kind.options, experts=mixture.experts))  # noqa: E731
-    return tuple(map(change, read_dense_layers(config, path, layer)))
+    kinds = read_dense_layers(config, path, layer)
+    return place_experts({}, path, kinds, Mixture(read_experts(config, path)))  # on all of them, whatever a config says
 
 
 FAMILY = replace(
