@@ -10,12 +10,13 @@ if TYPE_CHECKING:  # as where tiny models are made
 STATES: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 """Layers of a tiny Qwen3.5."""
-_SHARED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_SHARED |= {"shared_expert_intermediate_size": 64}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS |= {"shared_expert_intermediate_size": 64}
 STATE_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"head_dim": 32} | STATES,
-    "qwen3_5_moe_text": {"head_dim": 32} | STATES | _SHARED,
-    "qwen3_next": {"head_dim": 32} | STATES | _SHARED,
+    # Of sizes that were tried these draw weights at which HuggingFace's own gradients round least.
+    "qwen3_5_moe_text": {"head_dim": 32} | STATES | _EXPERTS | {"num_experts": 12, "initializer_range": 0.06},
+    "qwen3_next": {"head_dim": 32} | STATES | _EXPERTS,
 }
 """HuggingFace model_type of each family with a state -> settings of a tiny model that differ from other families'."""
 
