@@ -41,6 +41,7 @@ DEFAULT = RecipeConfig(
     prompts_per_step=128,
     samples_per_prompt=8,
     checkpoint=CheckpointConfig(save_every=20),
+    smoke_model="qwen3_moe",
 )
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from engines.validation import collect_bounds, option, spell, spell_bounds  # noqa: E402
-from recipes.common.smoke import VlmRecipeConfig  # noqa: E402
+from recipes.common.smoke import RecipeConfig, VlmRecipeConfig  # noqa: E402
 from recipes.common.worked_episodes import EpisodeToyConfig  # noqa: E402
 from recipes.demos.cpu import DemoConfig  # noqa: E402
 from rlworker.checks.config import CheckConfig  # noqa: E402
@@ -47,12 +47,13 @@ GROUPS: tuple[tuple[str, type, type | None], ...] = (
     ("Every run that trains", TrainingConfig, None),
     ("Runs of RL", RunConfig, TrainingConfig),
     ("Supervised runs", SftConfig, TrainingConfig),
-    ("Recipes for real models", VlmRecipeConfig, RunConfig),
+    ("Recipes for real models", RecipeConfig, RunConfig),
+    ("Recipes for models that see images", VlmRecipeConfig, RecipeConfig),
     ("Demos", DemoConfig, RunConfig),
     ("Demos with several turns", EpisodeToyConfig, DemoConfig),
     ("rlworker check", CheckConfig, None),
 )
-"""Title of a group of tables, its class, and a class whose fields stand in an earlier group."""
+"""Title of a group of tables, its class, and a class whose fields stand in an earlier group, unless of another type."""
 
 
 @cache
@@ -122,7 +123,8 @@ def write_page() -> str:
     parts = [HEADER.rstrip()]
     for title, config, earlier in GROUPS:
         default = config()
-        known = {f.name for f in fields(earlier)} if earlier else set()
+        kinds, others = (get_type_hints(each, include_extras=True) if each else {} for each in (config, earlier))
+        known = {name for name, kind in others.items() if kinds.get(name) == kind}
         if config is CheckConfig:  # its engines have the settings of a run's
             known = {f.name for f in fields(default) if is_dataclass(getattr(default, f.name))}
         parts += [f"## {title}", *write_tables(default, "", known)]

@@ -43,7 +43,10 @@ def _join(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int) ->
     """Join HF tensors to one of Megatron's, as ``Weight.join`` says; a vocabulary is padded to ``rows``."""
     kind = weight.join
     if kind == "grouped":
-        return _group(torch.cat(tensors).split(weight.runs), weight.groups)
+        if not weight.order:
+            return _group(torch.cat(tensors).split(weight.runs), weight.groups)
+        runs = _ungroup(_group(tensors, weight.groups), weight.groups, weight.runs)
+        return _group([runs[place] for place in weight.order], weight.groups)
     if kind == "gated_qkv":
         # [heads * 2 * d, h] of q: of each head its query, then its gate. A group has its queries above their gates.
         query = tensors[0].unflatten(0, (model.kv_heads, -1, 2, model.head_dim)).transpose(1, 2)
@@ -99,7 +102,10 @@ def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
         query = query.unflatten(0, (model.kv_heads, 2, -1, model.head_dim)).transpose(1, 2)
         return [query.flatten(0, 3), *others]
     if weight.join == "grouped":
-        return list(torch.cat(_ungroup(whole, weight.groups, weight.runs)).split(rows))
+        if not weight.order:
+            return list(torch.cat(_ungroup(whole, weight.groups, weight.runs)).split(rows))
+        runs = dict(zip(weight.order, _ungroup(whole, weight.groups, [weight.runs[place] for place in weight.order])))
+        return _ungroup(_group([runs[place] for place in sorted(runs)], weight.groups), weight.groups, rows)
     return list(whole[: sum(rows)].split(rows))  # without the vocabulary's padding
 
 

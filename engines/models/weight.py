@@ -41,10 +41,12 @@ class Weight:
             up projection and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts
             of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order. ``gated_qkv`` joins as
             ``qkv`` does where each head's query has a gate behind it, queries of a group before their gates.
-            ``grouped`` takes the first part of each of some runs of rows, then the second. ``experts`` stacks a tensor
-            of each expert, ``gated_experts`` gate and up of each. ``fused_experts`` transposes a tensor of all experts,
+            ``grouped`` takes the first part of each of some runs of rows, then the second; with an ``order`` a tensor
+            has its runs so already, and they change places. ``experts`` stacks a tensor of each expert,
+            ``gated_experts`` gate and up of each. ``fused_experts`` transposes a tensor of all experts,
             ``[experts, f, h]``, and ``fused_gated_experts`` one of gate and up side by side, ``[experts, h, 2 f]``.
         groups, runs: for ``grouped``, the number of parts of a run, and the rows of each run.
+        order: for ``grouped``, the place among ``runs`` of each run of Megatron's tensor.
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
         module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
             folder; empty where it is.
@@ -60,6 +62,7 @@ class Weight:
     is_buffer: bool = False
     groups: int = 1
     runs: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     def within(self, place: str, hf_place: str) -> Weight:
         """Name the same parameter from further out, on both sides."""

@@ -1,7 +1,9 @@
 """The part of a layer that mixes tokens, alone: core attention or a state, on inputs that a probe draws."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -14,17 +16,30 @@ from hardware.attention.rules import Rule
 
 _LOUD = 64.0
 """Size of the change to a token, so that one among thousands of tokens shows in bf16 too."""
-_LASTING = 8.0
-"""How far the input of a state's decay is lowered, so that it decays by a thousandth and no token is forgotten."""
+_DECAY = 1e-3
+"""About the decay of a state at a token, whatever the layer's weights: as little, so that no token is forgotten."""
 
 
 def list_layers(engine: MegatronEngine, rule: Rule, every: bool) -> list:
-    """List the layers of this rank's stage that have what computes a rule: a state, or core attention.
+    """List the layers of this rank's stage that compute rules of its form, by a state or by core attention.
 
     Args:
         every: whether to take each of them; else only the first and the last.
+
+    Raises:
+        ValueError: no layer of the model, on any stage, computes rules of this form.
+        RuntimeError: a layer has core attention in the place of a state, or the other way round.
     """
-    layers = [x for x in engine.decoder.decoder.layers if hasattr(x.self_attention, "core_attention") != rule.state]
+    kinds, form = engine.model.kinds, "a state" if rule.state else "core attention"
+    if all(kind.rule.state != rule.state for kind in kinds):
+        raise ValueError(f"probe: no layer of {engine.model.folder!r} has {form}, which the rule {rule} is probed in")
+    layers = [x for x in cast(Any, engine.decoder.decoder.layers) if kinds[x.layer_number - 1].rule.state == rule.state]
+    for layer in layers:
+        if hasattr(layer.self_attention, "core_attention") == rule.state:
+            raise RuntimeError(
+                f"probe: layer {layer.layer_number} has {type(layer.self_attention).__name__}, expected {form}, as its "
+                f"kind in {engine.model.model_type} says"
+            )
     return layers if every else list(dict.fromkeys(layers[:1] + layers[-1:]))
 
 
@@ -46,7 +61,7 @@ class Mixing:
 
         Args:
             changed: numbers of tokens that get other inputs; the query of core attention, which moves nothing but its
-                own row, stays. padding: what a slot of padding has.
+                own row, stays, and so do gates of a state. padding: what a slot of padding has.
         """
         generator, tokens = torch.Generator().manual_seed(0), sum(self.inputs.spec.lengths)
         engine, places = self.engine, torch.as_tensor([*changed], dtype=torch.long)
@@ -55,7 +70,6 @@ class Mixing:
             net = model.delta
             assert net, "a rule with a state is a model's own"
             flat = torch.randn(tokens, net.key_heads // tp, net.convolved + 2 * net.ratio, generator=generator)
-            flat[..., net.convolved : net.convolved + net.ratio] -= _LASTING
             flat[places, :, : net.convolved] += _LOUD
             drawn = [flat]
         else:
@@ -76,7 +90,11 @@ class Mixing:
     def mix(self, layer, drawn: list[Tensor]) -> Tensor:
         """Put what was drawn through a layer: ``[N, ...]``."""
         if self.rule.state:
-            out = layer.self_attention.mix(*drawn, self.inputs).transpose(0, 1)
+            mixer, (columns,) = layer.self_attention, drawn
+            net, shift = mixer.net, columns.new_zeros(*columns.shape[-2:])  # [G, columns]
+            lasting = math.log(_DECAY) - mixer.a_log - mixer.dt_bias  # decays are exp(a_log) * softplus(a + dt_bias)
+            shift[:, net.convolved : net.convolved + net.ratio] = lasting.view(len(shift), -1)
+            out = mixer.mix(columns + shift, self.inputs).transpose(0, 1)
         else:
             core = layer.self_attention.core_attention
             out = core(*drawn, self.inputs.attention_mask, attn_mask_type=None, packed_seq_params=self.inputs)

@@ -19,8 +19,8 @@ def _all(cell: Cell, rules: Iterable[str] = _MASKS) -> dict[str, Cell]:
     return dict.fromkeys(rules, cell)
 
 
-def _no(why: str, nearest: str) -> Cell:
-    return Cell(False, why, nearest)
+def _no(why: str, nearest: str, has_stand_in: bool = True) -> Cell:
+    return Cell(False, why, nearest, has_stand_in=has_stand_in)
 
 
 def _mask(how: str, evidence: Evidence) -> Cell:
@@ -37,7 +37,7 @@ _CP_CALLS = (
 
 
 def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
-    no_state = {"state": _no("attention carries no state from token to token", "torch_delta")}
+    no_state = {"state": _no("attention carries no state from token to token", "torch_delta", has_stand_in=False)}
     rows = {("bshd", False): bshd, ("thd", False): thd, ("bshd", True): bshd_cp, ("thd", True): thd_cp}
     return {place: no_state | cells for place, cells in rows.items()}
 
@@ -45,7 +45,7 @@ def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
 def _torch_delta() -> Rows:
     """The gated delta rule and its convolution in torch (``hardware.attention.delta_rule``)."""
     begin = "states and convolutions begin anew where the MaskSpec says that a sequence begins, and after its prompt's"
-    no_mask = _all(_no("a state hears all of the past of its sequence", "a backend of attention"))
+    no_mask = _all(_no("a state hears all of the past of its sequence", "a backend of attention", has_stand_in=False))
     cells = no_mask | {"state": _said(begin, "executed")}
     gathered = no_mask | {"state": _said(f"tokens gathered over the ranks; {begin}", "executed")}
     return _rows(cells, cells, gathered, gathered)

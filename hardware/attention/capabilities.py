@@ -70,11 +70,17 @@ def list_override_warnings(override: Iterable[str]) -> list[str]:
 
 
 def check_override(override: Iterable[str]) -> None:
-    """Raise ValueError if an override names no cell, or a cell that needs no override."""
+    """Raise ValueError if an override names no cell, or a cell that needs no override or that none helps."""
     for name in override:
         if name not in PLACES:
             raise ValueError(
                 f"attention: {name!r} names no cell of the capability table; a name is like {next(iter(PLACES))!r}"
             )
-        if TABLE[PLACES[name]].honoured:
+        cell = TABLE[PLACES[name]]
+        if cell.honoured:
             raise ValueError(f"attention: {name!r} works without an override; leave it out of attention_override")
+        if not cell.has_stand_in:
+            raise ValueError(
+                f"attention: an override of {name!r} does nothing: {cell.text}; leave it out of attention_override, "
+                f"nearest: {cell.nearest}"
+            )

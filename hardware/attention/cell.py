@@ -21,6 +21,8 @@ class Cell:
         nearest: for a refused cell, the nearest rule or layout that works.
         composes: whether the rule is passed as an arbitrary mask, so that it can be combined with other such rules.
         evidence: level of proof: executed, emulated or untested.
+        has_stand_in: for a refused cell, whether the backend computes something in the rule's place, which an override
+            can then use.
     """
 
     honoured: bool
@@ -28,3 +30,4 @@ class Cell:
     nearest: str = ""
     composes: bool = False
     evidence: Evidence = "untested"
+    has_stand_in: bool = True

@@ -16,6 +16,7 @@ _NO_STATE = Cell(
     False,
     "its kernel of gated delta nets takes bfloat16 and key heads of 128 alone",
     "vllm_cpu_states, which is taken by itself",
+    has_stand_in=False,
 )
 _REFUSED = {"full": _NO_FULL, "chunk": _NO_CHUNK, "prefix": _NO_PREFIX}
 
@@ -110,15 +111,21 @@ def find_rollout_backend(backends: Iterable[str], rules: Iterable[Rule], overrid
 
 
 def check_rollout_override(override: Iterable[str]) -> None:
-    """Raise ValueError if an override names no cell, or a cell that needs no override."""
+    """Raise ValueError if an override names no cell, or a cell that needs no override or that none helps."""
+    useful = [place for place, cell in PLACES.items() if not cell.honoured and cell.has_stand_in]
     for name in override:
         if name not in PLACES:
             raise ValueError(
                 f"rollout: attention_override {name!r} names no cell of the capability table of rollouts; expected one "
-                f"of {[place for place, cell in PLACES.items() if not cell.honoured]}"
+                f"of {useful}"
             )
-        if PLACES[name].honoured:
+        cell = PLACES[name]
+        if cell.honoured:
             raise ValueError(f"rollout: attention_override {name!r} works without an override; leave it out")
+        if not cell.has_stand_in:
+            raise ValueError(
+                f"rollout: attention_override {name!r} does nothing: {cell.text}; leave it out, nearest: {cell.nearest}"
+            )
 
 
 def list_rollout_warnings(override: Iterable[str]) -> list[str]:

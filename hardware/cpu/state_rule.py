@@ -43,8 +43,12 @@ class StateRuleLayer(QwenGatedDeltaNetAttention):
     def forward_cpu(self, hidden_states: Tensor) -> Tensor:
         joined, _ = self.in_proj_qkvz(hidden_states)
         gates, _ = self.in_proj_ba(hidden_states)
-        mixed, z = joined.split((self.conv1d.weight.shape[0], self.value_dim // self.tp_size), dim=-1)
-        z = z.unflatten(-1, (-1, self.head_v_dim))
+        if self.gqa_interleaved_layout:  # as Qwen3-Next's folder has them, by key heads
+            *parts, z, b, a = self.fix_query_key_value_ordering(joined, gates)
+            mixed, gates = torch.cat([part.flatten(1) for part in parts], dim=-1), torch.cat([b, a], dim=-1)
+        else:
+            mixed, z = joined.split((self.conv1d.weight.shape[0], self.value_dim // self.tp_size), dim=-1)
+            z = z.unflatten(-1, (-1, self.head_v_dim))
         out = torch.zeros_like(z)
         metadata: Any = get_forward_context().attn_metadata
         if metadata is not None:  # a pass that measures memory has none

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar, cast
+from typing import Literal, Self, TypeVar, cast
 
 from hardware.platforms import PlatformName, get_platform
 from recipes.common import squares
-from recipes.common.addition import make_expert_model, make_model, make_tokenizer, write_rows
+from recipes.common.addition import make_expert_model, make_model, make_state_model, make_tokenizer, write_rows
 from recipes.common.sizes import fit_to_model, fit_to_node
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
 from rlworker.checks.tiny_models import IMAGE_TOKENS, VIDEO_FAMILIES, TinyVlm, make_tiny_vlm
@@ -15,6 +15,9 @@ _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _DRAWN = ("temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
 """Settings of the rollout that a smoke run keeps."""
 _ROWS = {"train": 16, "heldout": 8}
+_MAKERS = {"qwen3": make_model, "qwen3_moe": make_expert_model, "qwen3_5_text": make_state_model}
+SmokeText = Literal["qwen3", "qwen3_moe", "qwen3_5_text"]
+"""Kind of the tiny model of a recipe for text: of attention alone, with experts, or with states."""
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
@@ -25,6 +28,8 @@ class RecipeConfig(RunConfig):
     smoke: bool = False
     """Try the recipe: two steps on a CPU with tiny models and sixteen rows, made on the spot. Sizes of the engines and
     of the data are replaced; algorithm, rewards and rates stay."""
+    smoke_model: SmokeText = "qwen3"
+    """Kind of the tiny model that smoke makes: all layers with attention, with experts, or some with a state."""
 
     def fit_to_model(self) -> Self:
         return fit_to_model(self)
@@ -37,7 +42,7 @@ class RecipeConfig(RunConfig):
 class VlmRecipeConfig(RecipeConfig):
     """Settings of a recipe for vision-language models."""
 
-    smoke_model: TinyVlm = "qwen2_5_vl"
+    smoke_model: TinyVlm = "qwen2_5_vl"  # pyright: ignore[reportIncompatibleVariableOverride]  of other kinds
     """Kind of the tiny model that smoke makes."""
 
 
@@ -48,6 +53,8 @@ class SftRecipeConfig(SftConfig):
     smoke: bool = False
     """Try the recipe: two steps on a CPU with tiny models and sixteen rows, made on the spot. Sizes of the engines and
     of the data are replaced; losses and rates stay."""
+    smoke_model: SmokeText = "qwen3"
+    """Kind of the tiny model that smoke makes: all layers with attention, with experts, or some with a state."""
 
     def fit_to_model(self) -> Self:
         return fit_to_model(self)
@@ -60,7 +67,7 @@ class SftRecipeConfig(SftConfig):
 class SftVlmRecipeConfig(SftRecipeConfig):
     """Settings of a recipe of supervised training for vision-language models."""
 
-    smoke_model: TinyVlm = "qwen2_5_vl"
+    smoke_model: TinyVlm = "qwen2_5_vl"  # pyright: ignore[reportIncompatibleVariableOverride]  of other kinds
     """Kind of the tiny model that smoke makes."""
 
 
@@ -77,7 +84,8 @@ def parse_recipe_config(default: Recipe, description: str | None) -> Recipe:
 
 
 def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
-    """Shrink a recipe to two CPU ranks, models of 132 thousand parameters (with experts 354) and sixteen questions.
+    """Shrink a recipe to two CPU ranks, models of 132 thousand parameters (with experts 354, with states 149) and
+    sixteen questions.
 
     Algorithm, critic, reward, layout and rates stay as the recipe has them; sizes do not.
     """
@@ -142,8 +150,7 @@ def _make_rows(folder: Path, kind: TinyVlm) -> Path:
 def _make_tiny_model(config: RecipeConfig | SftRecipeConfig, name: str, seed: int) -> str:
     folder = _find_folder(config) / name
     if not isinstance(config, VlmRecipeConfig | SftVlmRecipeConfig):
-        make = make_expert_model if config.actor.ep > 1 else make_model
-        return str(make(folder, seed, chat_template=_CHAT))
+        return str(_MAKERS[config.smoke_model](folder, seed, chat_template=_CHAT))
     return make_tiny_vlm(folder, config.smoke_model, make_tokenizer(_CHAT, IMAGE_TOKENS), 128, seed=seed)
 
 

@@ -8,13 +8,14 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlworker.checks.tiny_states import PARTLY_TURNED, STATES, align_states, spell_spaces_as_bytes
+from rlworker.checks.tiny_states import PARTLY_TURNED, STATE_MODELS, STATES, align_states, spell_spaces_as_bytes
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
 TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "internvl"]
-TinyText = Literal["qwen2", "mistral", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_text"]
+TinyState = Literal["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
+TinyText = Literal["qwen2", "mistral", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe", TinyState]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
 VIDEO_FAMILIES: tuple[TinyVlm, ...] = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
@@ -36,14 +37,15 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 GLM_EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GLM_EXPERTS |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 """Experts of a tiny GLM-4.5, in which each part of the choice among them shows."""
-_TEXT: dict[TinyText, dict[str, Any]] = {
+_TEXT: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": 24},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {"head_dim": 32} | _EXPERTS,
     "glm4_moe": GLM_EXPERTS | {"tied": False, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
-    "qwen3_5_text": {"head_dim": 32} | STATES,
+    **STATE_MODELS,
+    "qwen3_next": {"tied": False} | STATE_MODELS["qwen3_next"],
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},

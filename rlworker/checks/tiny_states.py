@@ -14,6 +14,15 @@ STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 
 """Layers of a tiny Qwen3.5."""
 PARTLY_TURNED: dict[str, Any] = {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
 """Rotary settings of one that sees images, with heads of 32."""
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS |= {"shared_expert_intermediate_size": 64}
+STATE_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"head_dim": 32} | STATES,
+    # Of sizes that were tried these draw weights at which HuggingFace's own gradients round least.
+    "qwen3_5_moe_text": {"head_dim": 32} | STATES | _EXPERTS | {"num_experts": 12, "initializer_range": 0.06},
+    "qwen3_next": {"head_dim": 32} | STATES | _EXPERTS,
+}
+"""HuggingFace model_type of each family with a state -> settings of a tiny model that differ from other families'."""
 
 
 def align_states(model: PreTrainedModel) -> PreTrainedModel:
@@ -24,14 +33,21 @@ def align_states(model: PreTrainedModel) -> PreTrainedModel:
     """
     import torch
 
-    nets: list[Any] = [part for part in model.modules() if hasattr(part, "in_proj_qkv")]
+    nets: list[Any] = [part for part in model.modules() if hasattr(part, "A_log")]
     with torch.no_grad():
         embedding: Any = model.get_input_embeddings().weight
         if nets:  # tokens have something in common
             embedding += 2 * embedding.std() * torch.randn(embedding.shape[1])
         for net in nets:
-            query, key = net.in_proj_qkv.weight.mul_(2).split((net.key_dim, net.key_dim, net.value_dim))[:2]
-            key.mul_(0.5).add_(query)
+            if hasattr(net, "in_proj_qkv"):
+                query, key, value = net.in_proj_qkv.weight.split((net.key_dim, net.key_dim, net.value_dim))
+            else:  # by key heads
+                heads = net.in_proj_qkvz.weight.unflatten(0, (net.num_k_heads, -1))
+                width = net.value_dim // net.num_k_heads
+                query, key, value, _ = heads.split((net.head_k_dim, net.head_k_dim, width, width), dim=1)
+            query.mul_(2)
+            value.mul_(2)
+            key.add_(query)
             net.conv1d.weight.normal_(std=0.2)[..., -1] += 1.0
             net.A_log.uniform_(0.01, 0.5).log_()
     return model

@@ -8,7 +8,7 @@ from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rollouts import find_rollout_backend, list_parts
-from hardware.attention.rules import CAUSAL
+from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from hardware.platforms import get_platform
 
@@ -99,14 +99,25 @@ def check_rollout_rules(model: ModelSpec, rollout: VllmConfig, platform: Platfor
 
 
 def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> None:
-    """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys and values."""
-    if rollout.vllm or model.rules != (CAUSAL,):
+    """Raise ValueError where the longest sequence does not fit into the rollout's memory for keys, values and
+    states."""
+    if rollout.vllm or not {*model.rules} <= {CAUSAL, Rule(state=True)}:
         return  # a pass-through or a window may change the memory of a token
-    block = platform.rollout_block_tokens
-    heads = model.count_kv_heads(rollout.tp)
-    token = 2 * model.layers * heads * model.head_dim * (4 if rollout.dtype == "float32" else 2)
-    blocks = math.ceil(rollout.max_model_len / block) + 1  # vLLM keeps one for itself
-    need, have = math.ceil(blocks * block * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb
+    block, itemsize = platform.rollout_block_tokens, 4 if rollout.dtype == "float32" else 2
+    token = 2 * model.count_kv_heads(rollout.tp) * model.head_dim * itemsize  # of a layer
+    states = sum(kind.rule.state for kind in model.kinds)
+    layers, attending = model.layers, model.layers - states
+    if net := model.delta:
+        # A layer's block of tokens has room for a state. vLLM (0.32, v1/core/kv_cache_utils) puts layers of one kind
+        # into groups of one size, as many as there are of the rarer kind, or all where both are about as many.
+        inputs, state = (net.taps - 1) * net.convolved * itemsize, net.ratio * net.key_dim * net.value_dim * 4
+        block *= math.ceil((inputs + state) * net.key_heads / rollout.tp / (block * token))
+        fewest, most = sorted((states, attending))
+        layers = most if most < 1.5 * fewest else fewest
+    # A group with states keeps two blocks of a sequence, the others as many as it fills; vLLM keeps one for itself.
+    blocks = math.ceil(attending / layers) * math.ceil(rollout.max_model_len / block)
+    blocks += 2 * math.ceil(states / layers) + 1
+    need, have = math.ceil(blocks * block * layers * token / 2**20), rollout.kv_cache_mb or platform.rollout_kv_cache_mb
     if need > have:
         raise ValueError(
             f"rollout: kv_cache_mb={rollout.kv_cache_mb} gives {have} MB to keys and values, expected at least "

@@ -6,6 +6,8 @@ import re
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3")
 STATE_FAMILIES = ("qwen3_5_text",)
 """Families of which most layers have a state in the place of attention."""
+STATE_EXPERT_FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
+"""Families with states, and experts in the place of MLPs."""
 EXPERT_SIZES = ("DP2-EP2", "TP2-EP2", "TP2-ETP2", "CP2-EP2", "PP2")
 """Parallel sizes of mixtures of experts on two ranks, which share out experts or hold each in parts."""
 MORE_EXPERT_SIZES = (

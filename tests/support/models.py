@@ -11,7 +11,7 @@ from support.factors import IMAGE_STATE_FAMILIES
 
 from engines.models.spec import ModelSpec
 from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
-from rlworker.checks.tiny_states import STATES
+from rlworker.checks.tiny_states import STATE_MODELS
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -48,7 +48,12 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         GLM_EXPERTS | {"head_dim": 32, "attention_bias": True, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     ),
-    "qwen3_5_text": ("qwen3_5_text", {"head_dim": 32} | STATES),
+    **{name: (name, settings) for name, settings in STATE_MODELS.items()},
+    # A dense first layer, and weights of chosen experts that are not scaled.
+    "qwen3_next-dense": (
+        "qwen3_next",
+        STATE_MODELS["qwen3_next"] | {"mlp_only_layers": [0], "norm_topk_prob": False},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
     # Experts on the first half of the layers or on the second, so that a pipeline stage may have none.
     "qwen3_moe-early": ("qwen3_moe", {"head_dim": 48} | _EXPERTS | {"mlp_only_layers": [2, 3]}),

@@ -15,6 +15,7 @@ from support.factors import (
     PLATFORMS,
     RECOMPUTE,
     SIZES,
+    STATE_EXPERT_FAMILIES,
     STATE_FAMILIES,
     TIED,
     TWO_RANKS,
@@ -175,12 +176,32 @@ def test_states_over_ranks(compare, size, layout, recompute, micro):
     compare(size, STATE_FAMILIES[0], False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
+@pytest.mark.parametrize(
+    ("size", "family", "layout"),
+    [
+        ("one", "qwen3_next", "thd"),
+        *(
+            pytest.param(size, family, layout, marks=pytest.mark.large)
+            for size in ("one", "TP2", *EXPERT_SIZES)
+            for family in (*STATE_EXPERT_FAMILIES, "qwen3_next-dense")
+            for layout in LAYOUTS
+            if (size, family, layout) != ("one", "qwen3_next", "thd")
+        ),
+    ],
+)
+def test_states_and_experts(compare, size, family, layout):
+    compare(size, family, False, {"layout": layout} | ({"recompute": "full"} if layout == "bshd" else MICRO["split"]))
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("platform", PLATFORMS[1:])
-def test_states_on_emulated_platforms(compare, platform, layout):
+@pytest.mark.parametrize(
+    ("size", "family"), [("CP2", STATE_FAMILIES[0]), *(("CP2-EP2", family) for family in STATE_EXPERT_FAMILIES)]
+)
+def test_states_on_emulated_platforms(compare, size, family, platform, layout):
     """Layers with a state are computed by torch there, those of attention by the platform's calls."""
-    compare("CP2", STATE_FAMILIES[0], False, {"layout": layout}, platform)
+    compare(size, family, False, {"layout": layout}, platform)
 
 
 @matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})

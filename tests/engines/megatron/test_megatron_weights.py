@@ -14,6 +14,9 @@ from support.ranks.engines_cases import build_engine, leave_groups, make_batch, 
 from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
+from engines.models.families.text.qwen3_5_text import DeltaMixer
+from engines.models.spec import ModelSpec
+from hardware.megatron.form import DeltaNet
 from rlworker.checks.huggingface import probe_loss
 
 COSINE = OptimizerConfig(lr=1e-3, adam_eps=1e-5, lr_warmup_steps=4, lr_scheduler="cosine", lr_decay_steps=8)
@@ -40,6 +43,8 @@ def export(engine):
         ("qwen3_moe", {"tp": 2, "ep": 2}, False),
         ("qwen2_moe", {"tp": 2, "etp": 2}, False),  # with a shared expert
         ("qwen3_5_text", {"tp": 2}, False),  # with states, and gates beside queries
+        ("qwen3_next", {"tp": 2, "ep": 2}, False),  # whose projections of states are fused by key heads
+        pytest.param("qwen3_5_moe_text", {"tp": 2, "ep": 2}, False, marks=pytest.mark.large),
         ("qwen3_vl_moe", {"ep": 2}, False),  # whose experts are fused and transposed
         pytest.param("qwen3_vl_moe", {"tp": 2, "etp": 2}, False, marks=pytest.mark.large),
         pytest.param("mixtral", {"ep": 2}, False, marks=pytest.mark.large),
@@ -60,6 +65,26 @@ def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, 
     (got,) = (e for e in exported if e)
     assert set(got) == set(want)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_rows_of_fused_projections_by_hand(one_rank, make_hf_model):
+    """Of two key heads with a query and a key of two entries, and two values of three each: rows are numbered as a
+    folder has them."""
+
+    def join_and_split(rank, world, folder):
+        from engines.megatron.weights import _join, _split
+
+        spec = ModelSpec.from_folder(folder)
+        mixer = DeltaMixer(DeltaNet(2, 2, 2, 3, 4), is_fused=True)
+        (weight,) = (weight for weight in mixer(spec) if weight.name.endswith("in_proj.weight"))
+        parts = [torch.arange(32.0)[:, None], 100 + torch.arange(8.0)[:, None]]
+        whole = _join(weight, parts, spec, 0)
+        return whole.flatten().tolist(), [part.tolist() for part in _split(weight, whole, spec)]
+
+    ((joined, (qkvz, ba)),) = one_rank.run(join_and_split, make_hf_model("qwen3_next", False))
+    first = [*range(10), 102, 103, 100, 101, *range(10, 16)]  # query, key, values, a, b, gates of the output
+    assert joined == [*first, *range(16, 26), 106, 107, 104, 105, *range(26, 32)]
+    assert qkvz == [[row] for row in range(32)] and ba == [[row] for row in range(100, 108)]
 
 
 def test_missing_and_unknown_tensors_are_named(one_rank, make_hf_model, tmp_path):
@@ -125,6 +150,7 @@ def list_resumes(model: tuple[str, bool], cases: list, more: list) -> list:
         *list_resumes(("qwen3_moe-dense", False), [("TP2-EP2", "DP2-ETP2")], [("TP2-EP2", "TP2-EP2")]),  # of two kinds
         *list_resumes(("qwen3_moe", False), [], OF_EXPERTS),
         *list_resumes(("qwen3_5_text", True), [("TP2", "DP2")], [("PP2", "TP2"), ("CP2", "PP2")]),
+        *list_resumes(("qwen3_next", False), [], OF_EXPERTS[:3]),
         *list_resumes(("glm4_moe", False), [("one", "one")], OF_EXPERTS[:5]),
         *list_resumes(("qwen3_moe-late", False), [], [("PP2", "PP2"), ("PP2", "DP2")]),
         *list_resumes(("qwen3_moe-early", False), [], [("PP2", "PP2"), ("DP2", "PP2")]),

@@ -92,7 +92,7 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
         *(
             pytest.param(size, family, {}, marks=pytest.mark.large)
             for size in ("DP2-EP2", "TP2-ETP2", "CP2", "TP2-DP2-EP2", "PP2-TP2-EP2")
-            for family in ("qwen3_moe", "glm4_moe")
+            for family in ("qwen3_moe", "glm4_moe", "qwen3_next")
         ),
     ],
 )
@@ -183,6 +183,8 @@ MORE_CASES = [
     ("qwen2-one-head", "TP2", {}),
     ("qwen3-one-head", "TP2", {"dtype": "bfloat16"}),
     ("qwen2", "TP4", {"recompute": "core"}),
+    ("qwen3_next", "one", {}),
+    ("qwen3_next", "TP2", {"recompute": "core"}),
     ("glm4_moe", "one", {}),
     ("glm4_moe", "one", {"dtype": "bfloat16"}),
     ("glm4_moe-air", "TP2", {"recompute": "full"}),

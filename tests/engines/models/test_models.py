@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
-from support.factors import EXPERT_FAMILIES
+from support.factors import EXPERT_FAMILIES, STATE_EXPERT_FAMILIES, STATE_FAMILIES
 from support.models import read_config
 
 from engines.config import MegatronConfig, VllmConfig
@@ -14,7 +14,8 @@ from rlworker.config.model_checks import check_rollout
 
 
 def test_names_and_shapes_are_those_of_the_saved_model(make_hf_model):
-    untied = [(family, False) for family in ("qwen2", "llama", "qwen3", "mistral", "phi3", *EXPERT_FAMILIES)]
+    dense, sparse = ("qwen2", "llama", "qwen3", "mistral", "phi3", *STATE_FAMILIES), EXPERT_FAMILIES
+    untied = [(family, False) for family in (*dense, *sparse, *STATE_EXPERT_FAMILIES)]
     for family, tied in (("qwen2", True), *untied):
         spec = ModelSpec.from_folder(make_hf_model(family, tied))
         with safe_open(f"{spec.folder}/model.safetensors", "pt") as file:

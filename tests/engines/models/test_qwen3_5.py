@@ -10,7 +10,7 @@ from support.models import read_config
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
-from hardware.megatron.form import DeltaNet
+from hardware.megatron.form import DeltaNet, Experts
 
 CONFIG = json.loads("""{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "attention_bias": false,
     "attention_dropout": 0.0, "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
@@ -58,6 +58,44 @@ def test_weights_by_hand(tmp_path):
         "in_proj.weight": ((mixed + values + 64) // 4, hidden),
         "out_proj.weight": (hidden, values // 4),
     }
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+EXPERTS |= {"shared_expert_intermediate_size": 256}
+MOE = EXPERTS | {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
+NEXT = EXPERTS | {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "norm_topk_prob": True}
+
+
+def test_experts_beside_states(tmp_path):
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    spec = read_config(tmp_path, CONFIG, **MOE, **kinds, intermediate_size=...)
+    assert [kind.options.experts for kind in spec.kinds] == [Experts(8, 2, 512, True, shared=256)] * 2
+    assert [bool(kind.options.delta) for kind in spec.kinds] == [True, False] and spec.mlp_widths.keys() == {
+        "shared expert's ffn size"
+    }
+    dense = read_config(tmp_path, CONFIG, **NEXT, **kinds, mlp_only_layers=[0])
+    assert [bool(kind.options.experts) for kind in dense.kinds] == [False, True]
+    shapes = {
+        name.rpartition("attn.")[2]: dense.find_hf_shape(name) for name in dense.list_hf_names() if ".in_" in name
+    }
+    assert shapes == {"in_proj_qkvz.weight": (2 * 2048 + 2 * 4096, 4096), "in_proj_ba.weight": (64, 4096)}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (MOE, {"norm_topk_prob": False}, "norm_topk_prob False, expected true, as transformers computes"),
+        (MOE, {"mlp_only_layers": [0]}, "sets mlp_only_layers, which the engine does not build"),
+        (MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok 9, expected a whole number from 1 to its 8 experts"),
+        (NEXT, {"layer_types": ["linear_attention"] * 32}, "layer_types of linear_attention alone"),
+        (NEXT, {"tie_word_embeddings": True}, "sets tie_word_embeddings, which the engine does not build"),
+        (NEXT, {"decoder_sparse_step": 33}, "experts in no layer"),
+        (NEXT, {"shared_expert_intermediate_size": ...}, "lacks the keys .'shared_expert_intermediate_size'"),
+    ],
+)
+def test_of_families_with_experts_what_is_not_built_is_refused(tmp_path, family, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path, CONFIG, **(family | changes))
 
 
 def test_flops_by_hand(tmp_path):

@@ -119,3 +119,45 @@ def test_a_layer_that_vllm_passes_over_ends_the_start(cluster, make_hf_model):
     finally:
         ray.kill(worker)
     assert "'QwenGatedDeltaNetAttention'" in told and "expected" in told and "'StateRuleLayer'" in told
+
+
+def sample_in_little_memory(worker, requests, seed: int) -> tuple[list[Completion], int]:
+    """Sample, and count the requests that gave up the states of sampled tokens for want of memory; this runs in its
+    process."""
+    scheduler = worker.engine.llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, count = scheduler._preempt_request, [0]
+
+    def watch(request, *args, **kwargs):
+        count[0] += request.num_output_tokens > 0
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = watch
+    try:
+        return worker.engine.sample(requests, seed), count[0]
+    finally:
+        del scheduler._preempt_request
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_a_preempted_request_begins_its_state_anew(cluster, tmp_path, measured, family):
+    """Memory for one of the longest sequences, by our own count, is given to several requests at once."""
+    from rlworker.cluster.rollout_group import Rollouts
+    from rlworker.config.model_checks import check_rollout
+
+    longest, tokens = 57 * 32, 160  # 64 blocks of a layer fit into 1 MB: vLLM's own, and two for each layer's state
+    settings = LANGUAGE_MODELS[family][1] | {"max_position_embeddings": longest + 1, "eos_token_id": 2}
+    spec = ModelSpec.from_folder(make_tiny_text(tmp_path / "model", family, VOCAB, tied=False, **settings))
+    config = replace(CONFIG, max_num_seqs=8, max_new_tokens=tokens, kv_cache_mb=1, max_model_len=longest)
+    check_rollout(spec, "cpu", config)
+    with pytest.raises(ValueError, match="kv_cache_mb=1 gives 1 MB to keys and values, expected at least 2 for"):
+        check_rollout(spec, "cpu", replace(config, max_model_len=longest + 1))
+    prompts = [prompt for prompt in PROMPTS if len(prompt.token_ids) > 60]
+    prompts.append(Prompt(tuple(torch.randint(3, 99, (longest - tokens,), generator=GENERATOR).tolist())))
+    with Rollouts("cpu", 1) as rollouts:
+        (worker,) = rollouts.start(spec, config).wait().workers
+        requests = make_requests(prompts, replace(SAMPLING, count=2, max_tokens=tokens))
+        found, preempted = ask(worker.__ray_call__, sample_in_little_memory, requests, 1)
+    differences = measure_differences(load_folder(spec.folder), prompts, found)
+    measured({"preempted, mean": float(differences.mean()), "preempted": float(differences.max())})
+    assert preempted > 1, "the test has requests that are computed again"
+    assert differences.mean() <= 1e-5 and differences.max() <= 1e-4

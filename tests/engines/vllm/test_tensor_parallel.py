@@ -95,7 +95,7 @@ def compare_over_syncs(folder: str, prompts, measured, devices: int = 2, **vllm)
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
+@pytest.mark.parametrize("model", [*MODELS, ("qwen3_next", False)], ids=lambda model: model[0])
 def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured, model):
     compare_over_syncs(make_hf_model(*model), PROMPTS, measured)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.factors import FAMILIES, STATE_FAMILIES
+from support.factors import FAMILIES, STATE_EXPERT_FAMILIES, STATE_FAMILIES
 from support.huggingface import load_folder, measure_differences, move_weights, name_weights
 from support.models import LANGUAGE_MODELS, VOCAB
 from support.rollout_workers import Prompt, draw, find_unlike, send, start_engine
@@ -28,7 +28,7 @@ WINDOWED = {
 }
 """Families that are given a window of 6, and what else they need for it."""
 
-OF_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
+OF_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", *STATE_EXPERT_FAMILIES)
 
 
 @pytest.mark.large

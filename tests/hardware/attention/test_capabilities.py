@@ -196,3 +196,12 @@ def test_an_override_must_name_a_refused_cell():
         check_override(("npu_mode4/window",))
     with pytest.raises(ValueError, match="works without an override"):
         check_override(("torch_sdpa/thd/no-cp/causal",))
+
+
+@pytest.mark.parametrize(
+    "place", ["torch_sdpa/thd/no-cp/state", "npu_mode1/bshd/cp/state", "torch_delta/thd/cp/causal"]
+)
+def test_an_override_that_would_do_nothing_is_refused(place):
+    """Layers with a state go to no backend of attention, whatever an override says, and masks to none of states."""
+    with pytest.raises(ValueError, match=f"override of '{place}' does nothing: .*; leave it out .* nearest: "):
+        check_override((place,))

@@ -1,7 +1,10 @@
 """Layers with a state: the probe hears through them what it must and nothing else, and names each planted leak."""
 
+import math
+from dataclasses import replace
+
 import pytest
-from support.factors import LAYOUTS, STATE_FAMILIES, parse_size
+from support.factors import LAYOUTS, STATE_EXPERT_FAMILIES, STATE_FAMILIES, parse_size
 from support.ranks.engines_cases import build_engine, gather_logits, make_batch, plan
 from support.ranks.pool import draw_address
 
@@ -39,9 +42,15 @@ def probe(rank, world, address, folder, settings, faults):
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("size", ["one", "TP2", "CP2", "PP2", "TP2-CP2"])
-def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size):
-    case = draw_address(), make_hf_model(STATE_FAMILIES[0], False), parse_size(size), [""]
+@pytest.mark.parametrize(
+    ("size", "family"),
+    [
+        *((size, STATE_FAMILIES[0]) for size in ("one", "TP2", "CP2", "PP2", "TP2-CP2")),
+        *((size, family) for size in ("one", "TP2", "DP2-EP2") for family in STATE_EXPERT_FAMILIES),
+    ],
+)
+def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size, family):
+    case = draw_address(), make_hf_model(family, False), parse_size(size), [""]
     for rank in pool_of(size).run(probe, *case):
         assert rank[""] == ({"bshd": [], "thd": [], "tokens": []}, 0.0)
 
@@ -57,3 +66,30 @@ def test_every_leak_is_named(one_rank, make_hf_model, measured):
         assert influences["tokens"][0].leaks["a neighbour in the pack"] > 0, name
         measured({name: moved})
         assert moved >= LEAST, name
+
+
+def probe_forgetful(rank, world, address, folder):
+    """What the probe finds in layers that forget fast, as some heads of trained models do, and what it says of layers
+    that are not what their kind says."""
+    engine = build_engine(rank, world, address, folder, {})
+    from engines.probes.megatron import probe_attention
+
+    for layer in engine.decoder.decoder.layers[:3]:
+        layer.self_attention.a_log.data.fill_(math.log(16))
+        layer.self_attention.dt_bias.data.fill_(6.0)
+    found, told, (state, *_, full) = probe_attention(engine, "thd", Rule(state=True), CASE), [], engine.model.kinds
+    for kinds in ((full,) * 4, (state,) * 4):
+        engine.model = replace(engine.model, kinds=kinds)
+        try:
+            probe_attention(engine, "thd", Rule(state=True), CASE)
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    return found, told
+
+
+def test_the_probe_hears_through_layers_that_forget_and_fails_without_such_layers(one_rank, make_hf_model):
+    ((found, told),) = one_rank.run(probe_forgetful, draw_address(), make_hf_model(STATE_FAMILIES[0], False))
+    assert found == []
+    none, other = told
+    assert "no layer of" in none and "has a state" in none
+    assert "layer 4 has" in other and "expected a state, as its kind in qwen3_5_text says" in other

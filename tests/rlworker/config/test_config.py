@@ -1,5 +1,6 @@
 import ast
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from hardware.attention.capabilities import TABLE, list_override_warnings
 from hardware.platform import make_ray_options
 from hardware.platforms import PLATFORMS, get_platform
 from rlworker.config.algorithm import AlgorithmConfig
-from rlworker.config.model_checks import check_engines
+from rlworker.config.model_checks import check_engines, check_rollout
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CriticConfig, CurriculumConfig, DataConfig, LimitsConfig, PlacementConfig
 from rlworker.config.sft import SftConfig
@@ -372,6 +373,20 @@ def test_the_longest_sequence_must_fit_the_memory_for_keys_and_values(
     with pytest.raises(ValueError, match=f"kv_cache_mb=0 gives {have} MB .*, expected at least {have + 1} for one"):
         too_long.check_models()
     dataclasses.replace(config, rollout=VllmConfig(max_model_len=longest + 1, kv_cache_mb=have + 1)).check_models()
+
+
+def test_states_take_room_beside_keys_and_values(make_hf_model, tmp_path):
+    """A layer's block of 32 tokens of 2 key-value heads of 32 takes 16 KiB, and has room for a state: 4 heads of 16
+    x 32 numbers, and 3 inputs of 192 columns. Of 64 blocks in 1 MB vLLM keeps one and three layers two each, which
+    leaves 57 to the layer with attention. In bfloat16 a state takes two blocks of tokens, which are half as large."""
+    saved = json.loads(Path(make_hf_model("qwen3_5_text", False), "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"max_position_embeddings": 10**4}))
+    spec = ModelSpec.from_folder(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        tokens = 57 * (32 if dtype == "float32" else 64)
+        check_rollout(spec, "cpu", VllmConfig(max_model_len=tokens, kv_cache_mb=1, dtype=dtype))
+        with pytest.raises(ValueError, match="kv_cache_mb=1 gives 1 MB to keys and values, expected at least 2 "):
+            check_rollout(spec, "cpu", VllmConfig(max_model_len=tokens + 1, kv_cache_mb=1, dtype=dtype))
 
 
 def test_the_memory_that_the_environment_gives_must_be_a_number(monkeypatch):

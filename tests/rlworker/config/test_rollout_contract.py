@@ -45,6 +45,12 @@ def test_an_override_of_another_machine_does_nothing(gemma):
         check_engines(gemma, "cpu", MegatronConfig(), rollout)
 
 
+@pytest.mark.parametrize("backend", ["vllm_cpu", "vllm_cpu_images"])
+def test_an_override_does_not_bring_back_the_kernel_of_states(backend):
+    with pytest.raises(ValueError, match=f"{backend}/state' does nothing: .*nearest: vllm_cpu_states, which is taken"):
+        replace(ROLLOUT, attention_override=(f"{backend}/state",))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

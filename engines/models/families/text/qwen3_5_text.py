@@ -28,16 +28,27 @@ def gated_attention(model: DecoderSizes) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True)
 class DeltaMixer:
-    """States a gated delta net, and the norm before it; a ``Piece``."""
+    """States a gated delta net, and the norm before it; a ``Piece``.
+
+    Attributes:
+        is_fused: a folder has the projections as two tensors, of one key head after another: its query, itself, its
+            values and the gate of its output; both gates of its value heads. Else a tensor of each, of all heads.
+    """
 
     net: DeltaNet
+    is_fused: bool = False
 
     def __call__(self, model: DecoderSizes) -> tuple[Weight, ...]:
         net = self.net
         heads = net.key_heads * net.ratio
         keys, values = net.key_heads * net.key_dim, heads * net.value_dim
-        mixed, groups = 2 * keys + values, net.key_heads
-        projections = {"in_proj_qkv": mixed, "in_proj_a": heads, "in_proj_b": heads, "in_proj_z": values}
+        mixed, groups, name = 2 * keys + values, net.key_heads, "self_attention.in_proj.weight"
+        if self.is_fused:
+            projections = {"in_proj_qkvz": mixed + values, "in_proj_ba": 2 * heads}
+            runs, order = (keys, keys, values, values, heads, heads), (0, 1, 2, 5, 4, 3)
+        else:
+            projections = {"in_proj_qkv": mixed, "in_proj_a": heads, "in_proj_b": heads, "in_proj_z": values}
+            runs, order = (keys, keys, values, heads, heads, values), ()
         columns = {f"linear_attn.{name}.weight": (rows, model.hidden) for name, rows in projections.items()}
         conv = {"linear_attn.conv1d.weight": (mixed, 1, net.taps)}
         return (
@@ -46,22 +57,18 @@ class DeltaMixer:
             Weight("self_attention.a_log", {"linear_attn.A_log": (heads,)}, cut={0: "tp"}),
             Weight("self_attention.dt_bias", {"linear_attn.dt_bias": (heads,)}, cut={0: "tp"}),
             Weight("self_attention.out_norm", {"linear_attn.norm.weight": (net.value_dim,)}),
-            Weight(
-                "self_attention.in_proj.weight",
-                columns,
-                "grouped",
-                {0: "tp"},
-                groups=groups,
-                runs=(keys, keys, values, heads, heads, values),
-            ),
+            Weight(name, columns, "grouped", {0: "tp"}, groups=groups, runs=runs, order=order),
             Weight(
                 "self_attention.out_proj.weight", {"linear_attn.out_proj.weight": (model.hidden, values)}, cut={1: "tp"}
             ),
         )
 
 
-def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, ...]:
+def read_layers(config: dict, path: Path, layer: LayerKind, is_fused: bool = False) -> tuple[LayerKind, ...]:
     """Read the kind of each layer: a state, or attention over the whole past.
+
+    Args:
+        is_fused: as of ``DeltaMixer``.
 
     Raises:
         ValueError: ``layer_types`` are not as many as layers or have no attention, a gate is of another kind, heads do
@@ -83,7 +90,7 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
     net = read_delta_net(config, path)
     linear = replace(
         full,
-        mixer=(DeltaMixer(net),),
+        mixer=(DeltaMixer(net, is_fused),),
         rule=Rule(state=True),
         options=replace(full.options, gates_output=False, delta=net),
     )
