@@ -38,9 +38,9 @@ def test_a_mask_does_not_grow_with_the_sequence(kind):
 
 def test_each_platform_says_what_it_shows():
     assert describe(get_platform("cpu")) == "cpu (executed)"
-    assert describe(get_platform("npu")).startswith("npu (executed), which nobody ran this project on before")
+    assert describe(get_platform("npu")).startswith("npu (executed), on which no whole run was made before")
     assert describe(get_platform("npu-emulated")).startswith("npu-emulated (emulated), which says nothing about pse, ")
-    assert describe(get_platform("cuda")).startswith("cuda (executed), which nobody ran this project on before")
+    assert describe(get_platform("cuda")).startswith("cuda (executed), on which no whole run was made before")
     assert describe(get_platform("cuda-emulated")).startswith("cuda-emulated (emulated), which says nothing about the ")
     with pytest.raises(ValueError, match=r"'tpu' is not available, expected one of \['cpu', .*'npu-emulated'\]"):
         get_platform("tpu")
