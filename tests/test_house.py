@@ -32,7 +32,7 @@ def test_imports_run_down():
 
 NAMES_OF_PLATFORMS = {
     # torch's kind of device, where no platform is asked.
-    ("engines/megatron/offload.py", "cpu"),
+    ("engines/megatron/memory/offload.py", "cpu"),
     ("engines/megatron/layout.py", "cpu"),
     # Seconds of a processor.
     ("scripts/bench/step.py", "cpu"),

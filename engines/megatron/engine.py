@@ -27,8 +27,8 @@ from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
+from engines.megatron.memory.offload import OffloadedWeights, OffloadManager
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config
-from engines.megatron.offload import OffloadedWeights, OffloadManager
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
 from engines.megatron.weights import export_weights, load_weights, name_parameters
