@@ -423,7 +423,9 @@ def test_adapters_learn_are_sent_merged_and_resume(make_hf_model, data, tmp_path
     further = replace(config, run_dir=str(tmp_path / "further"), actor=started, steps=1, eval_every=0)
     with trainer_of(further, digits_reward) as trainer:
         trainer.fit()
-    assert read_metrics(tmp_path / "further")[1]["kl"] == pytest.approx(lines[-1]["kl"], rel=0.5)
+    before, first = read_metrics(tmp_path / "further")
+    assert before["heldout"] == lines[-1]["heldout"], "vLLM has the adapters before the first sample"
+    assert first["kl"] > lines[-1]["kl"] and first["logprob_diff_mean"] <= MEAN_LIMIT
 
 
 @pytest.mark.large
