@@ -32,7 +32,7 @@ def test_imports_run_down():
 
 NAMES_OF_PLATFORMS = {
     # torch's kind of device, where no platform is asked.
-    ("engines/megatron/offload.py", "cpu"),
+    ("engines/megatron/memory/offload.py", "cpu"),
     ("engines/megatron/layout.py", "cpu"),
     # Seconds of a processor.
     ("scripts/bench/step.py", "cpu"),
@@ -213,7 +213,7 @@ def test_every_config_key_has_a_reader():
 
 
 def test_there_are_few_enough_keys_to_know():
-    """At most 20 in a section, in none too, and 140 in all: of every config that a command line sets."""
+    """At most 20 in a section, in none too, and 141 in all: of every config that a command line sets."""
     from recipes.common.smoke import VlmRecipeConfig
     from recipes.common.worked_episodes import EpisodeToyConfig
     from recipes.demos.cpu import DemoConfig
@@ -224,7 +224,7 @@ def test_there_are_few_enough_keys_to_know():
     for config in (VlmRecipeConfig, DemoConfig, EpisodeToyConfig, SftConfig, CheckConfig):
         sections = Counter(key.rpartition(".")[0] for key in flatten_config(config()))
         assert sections["actor.optimizer"] and max(sections.values()) <= 20, sections
-        assert sections.total() <= 140, sections
+        assert sections.total() <= 141, sections
 
 
 MASK_FORMS = re.compile(

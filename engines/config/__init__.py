@@ -1,6 +1,7 @@
 """Settings of the engines."""
 
 from engines.config.actor import MegatronConfig, OptimizerConfig
+from engines.config.lora import LoraConfig
 from engines.config.rollout import SamplingConfig, VllmConfig
 
-__all__ = ["MegatronConfig", "OptimizerConfig", "SamplingConfig", "VllmConfig"]
+__all__ = ["LoraConfig", "MegatronConfig", "OptimizerConfig", "SamplingConfig", "VllmConfig"]

@@ -1,10 +1,11 @@
 """Settings of training engines, checked when they are built and before anything heavy starts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from engines.config.lora import LoraConfig
 from engines.models.spec import ModelSpec
 from engines.models.weight import Part, Way
 from engines.validation import FINITE, PassThrough, check_types
@@ -90,6 +91,7 @@ class MegatronConfig:
     deterministic: bool = False
     """Use deterministic kernels, so that a repeated run is equal bit by bit; slower. A CPU always does."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     image_memory_mb: Annotated[int, Ge(1)] = 1024
     """Memory for the decoded images of one process, in MB; images beyond it wait."""
     freeze: tuple[Part, ...] = ()
@@ -128,6 +130,13 @@ class MegatronConfig:
                 "set --actor.layout thd, or leave --actor.share out"
             )
         check_override(self.attention_override)
+        if self.lora.rank and (self.freeze or self.router_bias_rate):
+            name = "freeze" if self.freeze else "router_bias_rate"
+            raise ValueError(
+                f"actor: lora.rank={self.lora.rank} keeps all weights and trains adapters beside them, which "
+                f"{name}={getattr(self, name)} contradicts; leave --actor.{name.replace('_', '-')} or "
+                "--actor.lora.rank out"
+            )
         if self.megatron:
             from engines.pass_through import check_pass_through
 
@@ -154,8 +163,19 @@ class MegatronConfig:
         """Number of ranks over which each way cuts a parameter."""
         return {"tp": self.tp, "ep": self.ep, "etp": self.etp}
 
-    def freezes(self, part: Part) -> bool:
-        """Tell whether the weights of a part do not change."""
+    @property
+    def base_settings(self) -> "MegatronConfig":
+        """The same settings for a model that has no adapters, as a teacher's."""
+        return replace(self, lora=LoraConfig())
+
+    def freezes(self, part: Part, is_head: bool = False) -> bool:
+        """Tell whether the weights of a part do not change.
+
+        Args:
+            is_head: they are of a critic's head, which learns beside adapters.
+        """
+        if self.lora.rank:
+            return not is_head
         return part in self.freeze or (part == "router" and "language" in self.freeze)
 
     def check_longest(self, longest: int) -> None:
@@ -198,7 +218,8 @@ class MegatronConfig:
                 f"actor: freeze={self.freeze} names parts of models with vision, and this is none; leave them out of "
                 "--actor.freeze"
             )
-        if all(self.freezes(weight.part) for weight in model.weights.values()):
+        self.lora.check_model(model, self.pp)
+        if not self.lora.rank and all(self.freezes(weight.part) for weight in model.weights.values()):
             raise ValueError("actor: freeze of all parts leaves nothing to learn; leave one out of --actor.freeze")
         if "language" in self.freeze and self.pp > 1:
             raise ValueError(f"actor: freeze=language leaves stages of pp={self.pp} nothing to learn; set --actor.pp 1")

@@ -7,7 +7,7 @@ kind per parameter, independent of the ranks that wrote its boxes. So it can be 
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -26,10 +26,16 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from engines.megatron.groups import get_cut_group
+from engines.models.weight import Weight
+
+Learned = Mapping[str, tuple[Weight, torch.nn.Parameter]]
+"""Parameters of this rank by Megatron's names, layers numbered over the whole model, and how each is cut."""
 LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -166,10 +172,23 @@ def _join_shares(state: dict) -> dict:
     return state | {"param_state": joined, "param_state_sharding_type": _BY_SHARES}
 
 
-def _state(module, optimizer, schedule, is_loading: bool) -> dict:
+def _place_learned(learned: Learned) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Place this rank's parameters in whole tensors, by the way in which each is cut."""
+    replica, placed = mpu.get_data_parallel_rank(with_context_parallel=True), {}
+    for name, (weight, parameter) in learned.items():
+        groups = {axis: get_cut_group(way) for axis, way in weight.cut.items()}
+        cuts = [(axis, group.rank(), group.size()) for axis, group in groups.items()]
+        copy = 0 if cuts else mpu.get_tensor_model_parallel_rank()
+        part = ShardedTensor.from_rank_offsets(name, parameter, *cuts, replica_id=(0, copy, replica))
+        # Of a gated pair each half is cut for itself, so that a rank's part is no run of rows.
+        placed[name] = apply_swiglu_sharded_factory(part, ()) if cuts and weight.join == "gated" else part
+    return placed
+
+
+def _state(module, optimizer, schedule, is_loading: bool, learned: Learned | None) -> dict:
     """Name everything that a checkpoint holds of this rank: the tensors to save, or to load into."""
     # Megatron writes its process groups into the dict it is given, so each call gets one of its own.
-    model = module.module.sharded_state_dict(metadata=dict(LAYOUT))
+    model = module.module.sharded_state_dict(metadata=dict(LAYOUT)) if learned is None else _place_learned(learned)
     parts = [_name_shares(part, model, is_loading) for part in optimizer.chained_optimizers]
     # A rank's optimizer without parameters has taken no step, and the first rank's numbers are stored for all.
     groups = [group for part in parts for group in part["optimizer"]["param_groups"] if "step" in group]
@@ -181,33 +200,42 @@ def _state(module, optimizer, schedule, is_loading: bool) -> dict:
     return {"model": model, "optimizer": state, "schedule": schedule.state_dict()}
 
 
-def save_checkpoint(folder: str, module, optimizer, schedule) -> list[str]:
+def save_checkpoint(folder: str, module, optimizer, schedule, learned: Learned | None = None) -> list[str]:
     """Write this rank's part into ``folder``, which exists and is empty. Collective.
+
+    Args:
+        learned: the only parameters to save, where those beside them stay as they were read; None saves all.
 
     Returns:
         the names of the files that this rank wrote.
     """
     ranks = cast(torch.distributed.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
     strategy = FullyParallelSaveStrategyWrapper(SaveInProcess("torch_dist", 1), ranks)
-    state = _state(module, optimizer, schedule, False)
+    state = _state(module, optimizer, schedule, False, learned)
     dist_checkpointing.save(state, folder, strategy, content_metadata=dict(LAYOUT))
     rank = torch.distributed.get_rank()
     names = [path.name for path in Path(folder).iterdir()]
     return [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
 
 
-def load_checkpoint(folder: str, module, optimizer, schedule) -> None:
+def load_checkpoint(folder: str, module, optimizer, schedule, learned: Learned | None = None) -> None:
     """Load a checkpoint of ``save_checkpoint``, at the same or other parallel sizes. Collective.
 
     The optimizer's settings stay as they are: a run may go on at another learning rate.
+
+    Args:
+        learned: as it was saved.
 
     Raises:
         ValueError: the folder holds no checkpoint.
     """
     if not (Path(folder) / "metadata.json").is_file():
         raise ValueError(f"checkpoint: {folder!r} is not a complete checkpoint (it has no metadata.json)")
-    state = cast(dict, dist_checkpointing.load(_state(module, optimizer, schedule, True), folder))
-    module.module.load_state_dict(state["model"])
+    state = cast(dict, dist_checkpointing.load(_state(module, optimizer, schedule, True, learned), folder))
+    if learned is None:
+        module.module.load_state_dict(state["model"])
+    for name, (_, parameter) in (learned or {}).items():
+        parameter.data.copy_(state["model"][name])
     parts = state["optimizer"]
     settings = [{name: group[name] for name in _OF_SETTINGS} for group in optimizer.param_groups]
     optimizer.load_state_dict(

@@ -27,11 +27,11 @@ from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
-from engines.megatron.model import FrozenModel, build_model, build_transformer_config
-from engines.megatron.offload import OffloadedWeights, OffloadManager
+from engines.megatron.memory.offload import OffloadedWeights, OffloadManager
+from engines.megatron.model import FrozenModel, build_model, build_transformer_config, choose_learning
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
-from engines.megatron.weights import export_weights, load_weights, name_parameters
+from engines.megatron.weights import export_weights, load_weights
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
 from hardware.platform import Platform
@@ -77,9 +77,13 @@ class MegatronEngine:
             from hardware.megatron.experts import Routers
 
             self.routers = Routers(module, self.transformer, device)
-        for name, parameter in name_parameters(module).items():  # a tied output layer is no weight of its own
-            part = model.weights[name].part if name in model.weights else "language"
-            parameter.requires_grad_(trainable and not config.freezes(part))
+        self.adapters = self._learned = None
+        if config.lora.rank:
+            from engines.megatron.adapters import Adapters
+
+            self.adapters = Adapters(module, model, config)
+            self._learned = self.adapters.learned
+        choose_learning(module, model, config, trainable)
         self.vision = None
         if model.vision and module.pre_process:
             from engines.megatron.vision.embedding import Vision
@@ -305,14 +309,15 @@ class MegatronEngine:
         # Of a stage's ranks the first replica has the first tp, and the same experts are ep x etp apart.
         if mpu.get_expert_data_parallel_rank() * self.config.ep * self.config.etp >= self.config.tp:
             return
-        for name, tensor in export_weights(self.decoder, self.model, only_helps=only_helps):
+        value_of = self.adapters.merge if self.adapters else lambda parameter: parameter.data
+        for name, tensor in export_weights(self.decoder, self.model, value_of, only_helps):
             if self.is_leader:
                 yield name, tensor
 
     def save(self, folder: str) -> list[str]:
         """Save a checkpoint into an empty folder; returns the names of the files that this rank wrote."""
         self.offload_manager.require("save", "weights", "optimizer")
-        return save_checkpoint(folder, self.module, self.optimizer, self.schedule)
+        return save_checkpoint(folder, self.module, self.optimizer, self.schedule, self._learned)
 
     def load(self, folder: str) -> None:
         """Load a checkpoint, at the same or other parallel sizes.
@@ -321,7 +326,7 @@ class MegatronEngine:
             ValueError: the folder holds none.
         """
         self.offload_manager.require("load", "weights", "optimizer")
-        load_checkpoint(folder, self.module, self.optimizer, self.schedule)
+        load_checkpoint(folder, self.module, self.optimizer, self.schedule, self._learned)
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:
         """Move parts to the host's memory. Not collective."""

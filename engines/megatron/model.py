@@ -17,6 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from engines.config import MegatronConfig
+from engines.megatron.weights import name_parameters
+from engines.models.adapters import is_adapter
 from engines.models.spec import ModelSpec
 from hardware.megatron.marks import mark_sequence_parallel
 from hardware.platform import Platform
@@ -156,6 +158,14 @@ def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform)
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return module
+
+
+def choose_learning(module: Decoder, model: ModelSpec, config: MegatronConfig, trainable: bool) -> None:
+    """Choose the parameters that get gradients: those that the settings do not freeze, or adapters in their place."""
+    for name, parameter in name_parameters(module).items():
+        weight = model.weights.get(name)  # none of a tied output layer's own, nor of an adapter
+        frozen = config.freezes(weight.part, weight.is_head) if weight else config.freezes("language")
+        parameter.requires_grad_(trainable and (is_adapter(name) or not frozen))
 
 
 class FrozenModel(torch.nn.Module):

@@ -9,7 +9,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engines.config import MegatronConfig
-from engines.megatron.offload import OffloadedOptimizer
+from engines.megatron.memory.offload import OffloadedOptimizer
 
 
 def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:

@@ -1,7 +1,7 @@
 """HuggingFace weights into Megatron ranks and back out, as the model's family states them."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -14,29 +14,32 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from engines.megatron.groups import get_cut_group
+from engines.models.adapters import is_adapter
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Weight
 
-Named = TypeVar("Named", bound=Tensor)
+Named = TypeVar("Named")
 
 
 def name_parameters(module: GPTModel) -> dict[str, torch.nn.Parameter]:
     """Name this rank's parameters with layers numbered over the whole model; a stage's modules count from 0."""
-    return _number_layers(module, module.named_parameters())
+    return number_layers(module, module.named_parameters())
 
 
 def _name_weights(module: GPTModel, model: ModelSpec) -> dict[str, Tensor]:
-    """Name this rank's parameters, then the buffers that the model states, as ``name_parameters`` does."""
-    buffers = _number_layers(module, module.named_buffers())
-    stated = {name: buffer for name, buffer in buffers.items() if name in model.weights}
-    return {**name_parameters(module), **stated}
+    """Name this rank's parameters but for adapters, then the buffers that the model states, as ``name_parameters``
+    does."""
+    parameters = {name: each for name, each in name_parameters(module).items() if not is_adapter(name)}
+    buffers = number_layers(module, module.named_buffers())
+    return parameters | {name: buffer for name, buffer in buffers.items() if name in model.weights}
 
 
-def _number_layers(module: GPTModel, tensors: Iterable[tuple[str, Named]]) -> dict[str, Named]:
+def number_layers(module: GPTModel, named: Iterable[tuple[str, Named]]) -> dict[str, Named]:
+    """Number the layers in names of a stage's modules, or of their parameters, over the whole model."""
     offset = cast(TransformerLayer, module.decoder.layers[0]).layer_number - 1
     shift = lambda match: f"decoder.layers.{int(match[1]) + offset}."  # noqa: E731
-    return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): tensor for name, tensor in tensors}
+    return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): each for name, each in named}
 
 
 def _join(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
@@ -56,7 +59,7 @@ def _join(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int) ->
         # its v, then group 1. So tensor parallelism cuts between groups and each rank has all that its heads need.
         parts = tensors if len(tensors) > 1 else tensors[0].split(_count_qkv_rows(model))
         return _group(parts, model.kv_heads)
-    if kind == "gated":
+    if kind in ("gated", "stacked"):
         return torch.cat(tensors)
     if kind == "experts":
         return torch.stack(tensors)
@@ -119,6 +122,15 @@ def _cut_shard(weight: Weight, whole: Tensor) -> Tensor:
     return whole
 
 
+def cut_share(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int = 0) -> Tensor:
+    """Cut this rank's part out of a parameter that is joined from HF tensors.
+
+    Args:
+        rows: of a padded vocabulary over all ranks; other joins do not read it.
+    """
+    return _cut_shard(weight, _join(weight, tensors, model, rows))
+
+
 def _unshard(weight: Weight, value: Tensor) -> Tensor:
     """Gather the whole tensor from every rank's part: the inverse of ``_cut_shard``. Collective."""
     for axis, way in reversed(weight.cut.items()):
@@ -158,10 +170,8 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
         weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
         if any(n not in folder for n in weight.tensors):
             continue
-        # Rows of a padded vocabulary over all ranks; other joins do not read it.
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
-        weight, tensors = _read(folder, weight)
-        value = _cut_shard(weight, _join(weight, tensors, model, rows))
+        value = cut_share(*_read(folder, weight), model, rows)
         if value.shape != parameter.shape:
             raise ValueError(
                 f"model: {list(weight.tensors)} in {model.folder!r} give {name} the shape {tuple(value.shape)}, "
@@ -170,7 +180,6 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
         parameter.copy_(value)
 
 
-@torch.no_grad()
 def export_weights(
     module: GPTModel, model: ModelSpec, value_of=lambda p: p.data, only_helps: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
@@ -181,18 +190,30 @@ def export_weights(
         only_helps: yield nothing and hand out this rank's parts of experts alone, which ranks of several replicas
             hold between them.
     """
-    stages = cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
     parameters = _name_weights(module, model)
     if model.tied:
         parameters.pop(OUTPUT, None)  # the last stage's copy of the embedding, which the first stage gives out
+    return export_tensors(parameters, model, model.find_weight, value_of, only_helps)
+
+
+@torch.no_grad()
+def export_tensors(
+    named: Mapping[str, Tensor], model: ModelSpec, find: Callable[[str], Weight], value_of, only_helps: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(HF name, full tensor)`` of this rank's tensors and those of other stages, as ``export_weights`` does.
+
+    Args:
+        named: the tensors of this rank by Megatron's names. find: returns the weight of a name, of any stage.
+    """
+    stages = cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
     names_by_stage: list[list[str]] = [[]] * stages.size()
-    dist.all_gather_object(names_by_stage, list(parameters), group=stages)
+    dist.all_gather_object(names_by_stage, list(named), group=stages)
     # Every rank goes through the same names in the same order, since each of them is a collective.
     for stage, names in enumerate(names_by_stage):
         for name in names:
-            weight, mine = model.find_weight(name), None
+            weight, mine = find(name), None
             if stage == stages.rank() and (not only_helps or "ep" in weight.cut.values()):
-                mine = _unshard(weight, value_of(parameters[name]))
+                mine = _unshard(weight, value_of(named[name]))
             if only_helps:
                 continue
             whole = _send_from_stage(mine, stage, stages)

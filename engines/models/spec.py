@@ -312,5 +312,5 @@ def _make_language_head(model: ModelSpec) -> list[Weight]:
 
 def _make_value_head(model: ModelSpec) -> list[Weight]:
     """Make a critic's head, named as in HuggingFace's token classification."""
-    bias = Weight(OUTPUT.replace("weight", "bias"), {"score.bias": (1,)})
-    return [Weight(OUTPUT, {"score.weight": (1, model.hidden)}), bias]
+    bias = Weight(OUTPUT.replace("weight", "bias"), {"score.bias": (1,)}, is_head=True)
+    return [Weight(OUTPUT, {"score.weight": (1, model.hidden)}, is_head=True), bias]

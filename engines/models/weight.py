@@ -20,6 +20,7 @@ Join = Literal[
     "gated_qkv",
     "grouped",
     "gated",
+    "stacked",
     "vocabulary",
     "experts",
     "gated_experts",
@@ -38,18 +39,19 @@ class Weight:
         name: Megatron's. A family names it within its layer, a ``ModelSpec`` within the model.
         tensors: HF name -> whole shape, in the order in which they are joined.
         join: ``whole`` takes the only tensor as it is, ``qkv`` joins by query group, ``gated`` puts the gate above the
-            up projection and cuts each for itself, ``vocabulary`` pads the rows to a multiple of the ranks. The parts
-            of ``qkv`` and ``gated`` are a tensor each, or one that has them in this order. ``gated_qkv`` joins as
-            ``qkv`` does where each head's query has a gate behind it, queries of a group before their gates.
-            ``grouped`` takes the first part of each of some runs of rows, then the second; with an ``order`` a tensor
-            has its runs so already, and they change places. ``experts`` stacks a tensor of each expert,
-            ``gated_experts`` gate and up of each. ``fused_experts`` transposes a tensor of all experts,
+            up projection and cuts each for itself, ``stacked`` puts one below the other, ``vocabulary`` pads the rows
+            to a multiple of the ranks. The parts of ``qkv`` and ``gated`` are a tensor each, or one that has them in
+            this order. ``gated_qkv`` joins as ``qkv`` does where each head's query has a gate behind it, queries of a
+            group before their gates. ``grouped`` takes the first part of each of some runs of rows, then the second;
+            with an ``order`` a tensor has its runs so already, and they change places. ``experts`` stacks a tensor of
+            each expert, ``gated_experts`` gate and up of each. ``fused_experts`` transposes a tensor of all experts,
             ``[experts, f, h]``, and ``fused_gated_experts`` one of gate and up side by side, ``[experts, h, 2 f]``.
         groups, runs: for ``grouped``, the number of parts of a run, and the rows of each run.
         order: for ``grouped``, the place among ``runs`` of each run of Megatron's tensor.
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
         module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
             folder; empty where it is.
+        is_head: it is of a critic's head, which learns beside adapters too.
         is_buffer: no gradient reaches it, no optimizer has it, and it is in fp32 at every dtype of the model.
     """
 
@@ -59,6 +61,7 @@ class Weight:
     cut: dict[int, Way] = field(default_factory=dict)
     part: Part = "language"
     module: str = ""
+    is_head: bool = False
     is_buffer: bool = False
     groups: int = 1
     runs: tuple[int, ...] = ()

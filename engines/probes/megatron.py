@@ -262,6 +262,13 @@ def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dic
     return {n: g.clone().cpu() for n, g in exported if n not in buffers and (not names or n in names)}
 
 
+def gather_adapter_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
+    """Return gradients of adapters as ``gather_gradients`` does, by PEFT's names; empty without adapters."""
+    _gather_buffers(engine)
+    exported = engine.adapters.export(lambda parameter: parameter.main_grad) if engine.adapters else ()
+    return {name: gradient.clone().cpu() for name, gradient in exported}
+
+
 def _list_gradients(engine: MegatronEngine) -> list[tuple[Tensor, Tensor]]:
     """List the parameters of this rank that learn, each with its gradient in the buffers."""
     return [(p, cast(Any, p).main_grad) for p in engine.module.parameters() if p.requires_grad]

@@ -21,7 +21,7 @@ from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
-from rlworker.tracking.digests import FileDigest
+from rlworker.tracking.digests import FileDigest, digest_files
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,7 +149,8 @@ def _check_weights(batch: TrainBatch) -> None:
 def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDigest]:
     """Write each engine's state and its HuggingFace folder into a checkpoint.
 
-    The folders are ``actor`` and ``hf``, and for a critic ``critic`` and ``hf_critic``.
+    The folders are ``actor`` and ``hf``, and for a critic ``critic`` and ``hf_critic``. Adapters of an actor are also
+    in ``adapter``, as a folder of PEFT's; ``hf`` has them merged into the weights.
 
     Returns:
         path in the checkpoint -> digest, for all files; each rank digests the files that it wrote.
@@ -164,7 +165,17 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDi
         )
         for name, of_ranks in zip((group.name, hf), saved, strict=True):
             digests |= {f"{name}/{file}": digest for part in of_ranks for file, digest in part.items()}
+        if group.name == "actor" and group.role.config.lora.rank:
+            parts = group.run(f"{__name__}:_save_adapters", str(folder / "adapter"))
+            digests |= {f"adapter/{file}": digest for part in parts for file, digest in part.items()}
     return digests
+
+
+def _save_adapters(engine: Any, folder: str) -> dict[str, FileDigest]:
+    """Write an engine's adapters on a rank; returns file name -> digest of the files that it wrote."""
+    from engines.megatron.adapters import save_adapters
+
+    return digest_files(folder, save_adapters(engine, folder))
 
 
 class StartingGroup:

@@ -44,6 +44,7 @@ class Role:
         temperature: the logits are divided by it.
         trainable: whether the engine has gradients and an optimizer.
         cpu_offload: whether its weights are on the device only while it computes.
+        is_view: whether it is the engine before it with its adapters off, and takes no memory.
         needs_topk_logprobs: whether its loss reads the sampler's likeliest ids; other engines are not sent them.
     """
 
@@ -53,6 +54,7 @@ class Role:
     temperature: float = 1.0
     trainable: bool = True
     cpu_offload: bool = False
+    is_view: bool = False
     needs_topk_logprobs: bool = False
 
 
@@ -121,6 +123,7 @@ class TrainWorker(_Worker):
 
     def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
         """Join the other ranks and build the models; returns this rank's ``dp_rank`` and ``is_leader``."""
+        from engines.megatron.adapters import BaseView
         from engines.megatron.engine import MegatronEngine
         from engines.megatron.groups import init_distributed
 
@@ -129,15 +132,10 @@ class TrainWorker(_Worker):
         with pausing_collection():
             init_distributed(self.platform, roles[0].config, self.rank, address, seed, self.__dict__.pop("store", None))
             for role in roles:
-                engine = MegatronEngine(
-                    role.model.move_here(),
-                    role.config,
-                    self.platform,
-                    self.device,
-                    temperature=role.temperature,
-                    trainable=role.trainable,
-                    cpu_offload=role.cpu_offload,
-                )
+                where = role.model.move_here(), role.config, self.platform, self.device
+                uses: dict[str, Any] = dict(temperature=role.temperature, trainable=role.trainable)
+                uses["cpu_offload"] = role.cpu_offload
+                engine: Any = BaseView(self.engines["actor"]) if role.is_view else MegatronEngine(*where, **uses)
                 self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
 

@@ -22,6 +22,8 @@ _MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.", "validat
 """Settings, and sections of them, that a run may change on its way."""
 _BELONG_TO_RUN = {"actor.dtype", "actor.freeze", "actor.attention_override", "actor.megatron"}
 _BELONG_TO_RUN |= {"rollout.attention_override", "algorithm.reference", "algorithm.name", "algorithm.advantage"}
+_BELONG_TO_RUN |= {"actor.lora.rank", "actor.lora.alpha", "actor.lora.targets", "actor.lora.scaling"}
+_BELONG_TO_RUN |= {"actor.lora.start"}
 _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 """Settings of these sections that decide the models of a run, their computation, and whether they learn."""
 

@@ -114,6 +114,10 @@ def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) 
     """Find the rank with the most optimizer state among those that hold the same parameters."""
     actor, kernels, slots = config.actor, get_platform(config.platform).kernel_memory, _count_micro_batch_slots(config)
     trainable = role != "reference"
+    if not trainable:
+        actor = actor.base_settings
+        if isinstance(config, RunConfig) and config.views_reference:
+            return RankMemory(0, 0, 0, 0)
     cpu_offload = isinstance(config, RunConfig) and role in config.placement.cpu_offload
     micro = MicroBatch(slots, max(1, slots // count_row_slots(config)))
     # Without experts, the tensor-parallel ranks that hold parts of the same parameters have equally much.

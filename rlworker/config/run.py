@@ -182,6 +182,8 @@ class RunConfig(TrainingConfig):
                 f"config: placement.cpu_offload names {idle}, which this run does not have; leave "
                 "--placement.cpu-offload out, or set --algorithm.kl-coef"
             )
+        if self.views_reference:
+            self.placement.check_view()
         if self.placement.colocate and self.rollout.devices > self.actor.ranks:
             raise ValueError(
                 f"config: placement.colocate puts rollout.engines={self.rollout.engines} x tp={self.rollout.tp} = "
@@ -257,10 +259,10 @@ class RunConfig(TrainingConfig):
 
     @property
     def critic_of_run(self) -> MegatronConfig:
-        """The actor's settings with the critic's learning rate."""
-        lr, optimizer = self.critic.lr, self.actor.optimizer
+        """The actor's settings with the critic's learning rate, and adapters that begin as nothing."""
+        lr, optimizer, lora = self.critic.lr, self.actor.optimizer, replace(self.actor.lora, start="")
         share = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
-        critic = replace(self.actor, optimizer=replace(optimizer, lr=lr, min_lr=lr * share))
+        critic = replace(self.actor, lora=lora, optimizer=replace(optimizer, lr=lr, min_lr=lr * share))
         return set_decay(critic, self.steps * self.algorithm.optimizer_steps)
 
     @property
@@ -272,6 +274,11 @@ class RunConfig(TrainingConfig):
         if self.trains_critic:
             folders["critic"] = self.critic.model or self.model
         return folders
+
+    @property
+    def views_reference(self) -> bool:
+        """Tell whether the reference is the actor with its adapters off."""
+        return bool(self.actor.lora.rank and self.algorithm.parts.kl_coef) and not self.algorithm.reference
 
     @property
     def num_workers(self) -> int:
@@ -336,6 +343,7 @@ class RunConfig(TrainingConfig):
             if role != "actor":
                 from rlworker.config.beside_actor import check_beside_actor
 
-                spec = check_beside_actor(role, folder, find, specs["actor"], self.actor, self.platform, self.longest)
-                specs[role] = spec
+                engine = self.actor.base_settings if role == "reference" else self.actor
+                beside = specs["actor"], engine, self.platform, self.longest
+                specs[role] = check_beside_actor(role, folder, find, *beside)
         return specs

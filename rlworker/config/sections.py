@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from engines.validation import FINITE, LARGEST, PassThrough, check_types
+from engines.validation import FINITE, LARGEST, PassThrough, check_types, option
 
 LARGEST_REWARD = 1e6
 """Largest absolute reward, beyond which an episode counts as failed: GRPO squares rewards in float32."""
@@ -228,6 +228,15 @@ class PlacementConfig:
 
     def __post_init__(self):
         check_types("placement", self)
+
+    def check_view(self) -> None:
+        """Raise ValueError where a reference that is the actor with its adapters off has a place of its own."""
+        for name in ("dedicated_devices", "cpu_offload"):
+            if "reference" in getattr(self, name):
+                raise ValueError(
+                    f"placement: {name}={getattr(self, name)} names the reference, which beside actor.lora.rank is the "
+                    f"actor with its adapters off and takes no memory; leave it out of {option('placement', name)}"
+                )
 
 
 @dataclass(frozen=True)

@@ -136,13 +136,14 @@ class Trainer(Run[RunConfig]):
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = self.codec, self.rows, self.rollouts, loop, self._phase, self._warn, self.curriculum
         self.manager = RolloutManager(config, *parts)
+        if config.actor.lora.start:  # with which the actor began, and no rollout engine
+            self.send_weights(self.rollouts.workers)
         if config.takes_floor:
             with self._phase(clock, "floor"):  # while all have the folder's weights: later ones could be stale
                 self.floor = self.canary.measure_floor()
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
-        self.actor = groups["actor"]
-        self.reference, self.critic = groups.get("reference"), groups.get("critic")
+        self.actor, self.reference, self.critic = groups["actor"], groups.get("reference"), groups.get("critic")
         dedicated = self.config.placement.dedicated_devices
         self.devices.groups = {name: group for name, group in groups.items() if name not in dedicated}
 

@@ -17,8 +17,8 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
     roles = {"actor": Role(*actor, needs_topk_logprobs=config.algorithm.score_centering > 0)}
     if "reference" in models:
         cpu_offload = "reference" in config.placement.cpu_offload
-        settings = config.actor_of_run, config.rollout.temperature, False, cpu_offload
-        roles["reference"] = Role("reference", models["reference"], *settings)
+        settings = config.actor_of_run.base_settings, config.rollout.temperature, False, cpu_offload
+        roles["reference"] = Role("reference", models["reference"], *settings, is_view=config.views_reference)
     if "critic" in models:
         roles["critic"] = Role("critic", models["critic"], config.critic_of_run)
     shared = tuple(role for name, role in roles.items() if name not in config.placement.dedicated_devices)

@@ -7,7 +7,7 @@ from pathlib import Path
 from support.cover import Matrix
 
 TESTS = Path(__file__).parents[1]
-MATRICES = 17
+MATRICES = 19
 """Number of tests of a matrix: one that is a matrix no longer is missed."""
 
 

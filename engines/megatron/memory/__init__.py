@@ -1,1 +1,1 @@
-"""Planned memory of a rank, computed from the settings and the shape of the model alone."""
+"""Memory of a rank: planned from the settings and the shape of the model alone, and offloaded to the host."""

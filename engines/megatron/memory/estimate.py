@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from engines.batch.balance import choose_largest
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
+from engines.models.adapters import is_adapter
 from engines.models.spec import ModelSpec
-from engines.models.weight import EMBEDDING, OUTPUT, Part, Weight
+from engines.models.weight import EMBEDDING, OUTPUT, Weight
 from hardware.attention.rules import compute_slot_unit
 from hardware.platform import KernelMemory
 
@@ -28,13 +29,14 @@ class Parameter:
     """A parameter on one rank.
 
     Attributes:
+        learns: it has a gradient and optimizer state.
         shared: a copy of it is on another pipeline stage, so that it has a bucket of its own.
         is_expert: it is of experts, and in their buffer.
     """
 
     name: str
     shape: tuple[int, ...]
-    part: Part = "language"
+    learns: bool = True
     shared: bool = False
     is_expert: bool = False
 
@@ -81,14 +83,24 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
         if not weight.is_buffer:
             shared, is_expert = copied and weight.name == EMBEDDING, "ep" in weight.cut.values()
             shape = weight.cut_shape(config.cut_sizes)
-            parameters.append(Parameter(weight.name, shape, weight.part, shared, is_expert))
+            learns = is_adapter(weight.name) or not config.freezes(weight.part, weight.is_head)
+            parameters.append(Parameter(weight.name, shape, learns, shared, is_expert))
     if copied and stage == config.pp - 1:  # it has the output layer, which is the first stage's embedding
-        parameters.append(Parameter(OUTPUT, model.weights[EMBEDDING].cut_shape(config.cut_sizes), shared=True))
+        shape, learns = model.weights[EMBEDDING].cut_shape(config.cut_sizes), not config.freezes("language")
+        parameters.append(Parameter(OUTPUT, shape, learns, shared=True))
     return parameters
 
 
 def _list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Iterator[Weight]:
+    """List a stage's weights in the order of Megatron's modules, each linear layer's adapter after its bias."""
+    adapters = {adapter.weight.name.removesuffix("weight"): adapter for adapter in config.lora.list_adapters(model)}
+    weights, place = [], ""
     for name, weight in model.weights.items():
+        if (adapter := adapters.get(place)) and not name.startswith(place):
+            weights += [(adapter.a.name, adapter.a), (adapter.b.name, adapter.b)]
+        weights.append((name, weight))
+        place = name.rpartition(".")[0] + "."
+    for name, weight in weights:
         if name.startswith("decoder.layers."):
             owner = int(name.split(".")[2]) // (model.layers // config.pp)
         else:
@@ -125,7 +137,7 @@ def compute_rank_memory(
     if not trainable:
         host = numbers * size if cpu_offload else 0
         return RankMemory(numbers * size + buffers, 0, 0, activations, host, cpu_offload)
-    learning = [parameter for parameter in parameters if not config.freezes(parameter.part)]
+    learning = [parameter for parameter in parameters if parameter.learns]
     frozen = numbers - sum(parameter.numbers for parameter in learning)
     buffer = state = offloaded = 0
     for is_expert, apart in ((False, config.tp), (True, config.cut_sizes["ep"] * config.cut_sizes["etp"])):

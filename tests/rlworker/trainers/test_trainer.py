@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.huggingface import compute_logprobs, load_folder
 
 from engines.batch.samples import Request
-from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+from engines.config import LoraConfig, MegatronConfig, OptimizerConfig, VllmConfig
 from engines.models.hf_folder import SafetensorsFolder
 from engines.weight_sync import pack_buckets
 from recipes.common.addition import make_data, make_tokenizer
@@ -378,6 +379,51 @@ def test_ppo_with_reference_and_critic_resumes(make_hf_model, data, tmp_path, ca
     assert got == want
     drawn = [(tmp_path / run / "prompts.jsonl").read_text() for run in ("run", "again")]
     assert drawn[0] == drawn[1] and drawn[0].count("\n") == 4
+
+
+@pytest.mark.large
+def test_adapters_learn_are_sent_merged_and_resume(make_hf_model, data, tmp_path, capsys, measured):
+    """Over TP2, with a critic and with a reference that is the actor with its adapters off. Cut off after step 2 and
+    resumed, the last steps are the same; a folder of adapters starts another run where this one ended."""
+    actor = MegatronConfig(ranks=2, tp=2, optimizer=OPTIMIZER, lora=LoraConfig(rank=4))
+    config = make_config(
+        make_hf_model,
+        data,
+        tmp_path / "run",
+        tied=True,
+        actor=actor,
+        algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2),
+        critic=CriticConfig(train=True, lr=1e-2),
+    )
+    with trainer_of(config, digits_reward) as trainer:
+        assert [name for name in trainer.name_workers() if "rank" in name] == ["actor rank 0", "actor rank 1"]
+        trainer.fit()
+    lines = agreement(tmp_path / "run", measured)
+    assert 0 < lines[0]["kl"] < lines[-1]["kl"], "the policy leaves the weights, which stay the reference"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_4"
+    base, merged = (load_file(Path(folder, "model.safetensors")) for folder in (config.model, checkpoint / "hf"))
+    adapters = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
+    for name, tensor in base.items():
+        place = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        a, b = (adapters.pop(f"{place}{kind}.weight", None) for kind in "AB")
+        change = 0 * tensor if a is None or b is None else actor.lora.scale * b @ a
+        assert torch.allclose(merged[name], tensor + change, atol=1e-6) and (a is None or change.any())
+    assert not adapters, "each is of a weight"
+    critic = load_file(checkpoint / "hf_critic" / "model.safetensors")
+    assert critic["score.weight"].any() and not torch.equal(critic["model.layers.0.mlp.up_proj.weight"], merged[name])
+    shutil.copytree(config.run_dir, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_4")
+    with trainer_of(replace(config, run_dir=str(tmp_path / "again"), resume=True), digits_reward) as trainer:
+        trainer.fit()
+    want, got = ([without_time(line) for line in read_metrics(tmp_path / run)] for run in ("run", "again"))
+    assert got == want
+    started = replace(actor, lora=replace(actor.lora, start=str(checkpoint / "adapter")))
+    further = replace(config, run_dir=str(tmp_path / "further"), actor=started, steps=1, eval_every=0)
+    with trainer_of(further, digits_reward) as trainer:
+        trainer.fit()
+    before, first = read_metrics(tmp_path / "further")
+    assert before["heldout"] == lines[-1]["heldout"], "vLLM has the adapters before the first sample"
+    assert first["kl"] > lines[-1]["kl"] and first["logprob_diff_mean"] <= MEAN_LIMIT
 
 
 @pytest.mark.large

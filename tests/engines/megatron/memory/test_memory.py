@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engines.batch.batch import TrainBatch
+from engines.config import LoraConfig
 from engines.megatron.memory.activations import (
     MicroBatch,
     count_copied_slots,
@@ -99,6 +100,21 @@ def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, m
 def test_planned_bytes_of_experts_and_shared_heads(pool_of, make_hf_model, size, family, settings):
     settings = parse_size(size) | settings
     for rank in pool_of(size).run(bytes_held, draw_address(), make_hf_model(family, False), settings, "language"):
+        assert rank["parameters"] == rank["wanted"]
+        assert rank["held"] == rank["planned"]
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "head", "settings"),
+    [
+        ("TP2", "qwen2", "language", {"dtype": "bfloat16", "lora": LoraConfig(rank=4)}),
+        ("PP2", "phi3", "language", {"lora": LoraConfig(rank=3, targets=("mlp", "qkv_proj"))}),
+        ("DP2", "llama", "value", {"lora": LoraConfig(rank=4, targets=("q_proj", "mlp"))}),
+    ],
+)
+def test_planned_bytes_of_adapters(two_ranks, make_hf_model, size, family, head, settings):
+    folder, settings = make_hf_model(family, True), parse_size(size) | settings
+    for rank in two_ranks.run(bytes_held, draw_address(), folder, settings, head):
         assert rank["parameters"] == rank["wanted"]
         assert rank["held"] == rank["planned"]
 

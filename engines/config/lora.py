@@ -1,0 +1,92 @@
+"""Settings of low-rank adapters."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from engines.models.adapter_folder import check_adapter_folder
+from engines.models.adapters import GROUPS, Adapter, list_adapters, list_targets
+from engines.models.spec import ModelSpec
+from engines.validation import FINITE, check_types
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv:2106.09685): they learn in place of the model's weights, which stay as they are.
+
+    A linear layer with the weight W computes ``W x + s B A x``, where A has ``rank`` rows and B ``rank`` columns.
+    """
+
+    rank: Annotated[int, Ge(0)] = 0
+    """Rank of the adapters; 0 has none and trains the weights."""
+    alpha: Annotated[float, Gt(0), FINITE] = 32.0
+    """Scale of the adapters: s is alpha / rank, or what scaling says."""
+    targets: tuple[str, ...] = ("attention", "mlp")
+    """Linear layers with adapters: attention, mlp, or a layer's name in PEFT's target_modules, such as q_proj."""
+    scaling: Literal["lora", "rslora"] = "lora"
+    """Scale by rank: lora is alpha / rank, rslora is alpha / sqrt(rank) (arXiv:2312.03732)."""
+
+    start: str = ""
+    """Folder of adapters to start from, as PEFT saves them. Empty draws A at random and has B zero."""
+
+    def __post_init__(self):
+        check_types("actor.lora", self)
+        if not self.rank and any(getattr(self, field.name) != field.default for field in fields(self)):
+            raise ValueError(
+                "actor.lora: rank=0 trains all weights, and other settings of adapters do nothing; set "
+                "--actor.lora.rank, or leave them out"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor s of the adapters' product."""
+        return self.alpha / (self.rank if self.scaling == "lora" else self.rank**0.5)
+
+    @property
+    def peft_settings(self) -> dict[str, int | float | bool]:
+        """Keys of PEFT's ``adapter_config.json`` that say the same."""
+        return {"r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.scaling == "rslora"}
+
+    def list_adapters(self, model: ModelSpec) -> list[Adapter]:
+        """List the adapters of a model, in the order of its weights; none at rank 0."""
+        return list_adapters(model, self.rank, self.targets) if self.rank else []
+
+    def check_model(self, model: ModelSpec, stages: int) -> None:
+        """Raise ValueError if a model has not the layers that are to have adapters, the engine has no adapters for
+        them, or the folder to start from has others.
+
+        Args:
+            stages: number of pipeline stages, each of which must have an adapter.
+        """
+        if not self.rank:
+            return
+        if model.vision:
+            raise ValueError(
+                f"actor.lora: rank={self.rank} adapts language models, and this one has vision, whose layers have no "
+                "adapters yet; leave --actor.lora.rank out"
+            )
+        available = list_targets(model)
+        if unknown := [target for target in self.targets if target not in (*GROUPS, *available)]:
+            raise ValueError(
+                f"actor.lora: targets names {unknown}, expected attention, mlp or some of {sorted(available)}; change "
+                "--actor.lora.targets"
+            )
+        if model.experts and any(available.get(target, target) != "attention" for target in self.targets):
+            raise ValueError(
+                f"actor.lora: targets={self.targets} names layers of MLPs, and experts have no adapters yet; set "
+                "--actor.lora.targets attention"
+            )
+        self._check_stages(model, stages)
+        if self.start:
+            shapes = {name: shape for each in self.list_adapters(model) for name, shape in each.tensors.items()}
+            check_adapter_folder(self.start, self.peft_settings, shapes, "actor.lora")
+
+    def _check_stages(self, model: ModelSpec, stages: int) -> None:
+        """Raise ValueError if a pipeline stage has no adapter, and so nothing to learn."""
+        found = {adapter.layer // (model.layers // stages) for adapter in self.list_adapters(model)}
+        if idle := sorted({*range(stages)} - found):
+            raise ValueError(
+                f"actor.lora: targets={self.targets} leaves stages {idle} of pp={stages} nothing to learn; add to "
+                "--actor.lora.targets or lower --actor.pp"
+            )

@@ -1,0 +1,110 @@
+"""Folders of adapters as PEFT writes and reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from engines.validation import read_object
+
+if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
+_REFUSED += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
+_REFUSED += ("alora_invocation_tokens", "megatron_config")
+"""Keys of features that the engine does not compute; they must be off."""
+_FROM_FOLDER = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "scaling"}
+"""Key of PEFT's config -> our setting of the same meaning."""
+
+
+def check_adapter_folder(
+    folder: str, settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Check that a folder has the adapters that a model is to start from.
+
+    Args:
+        settings: values that PEFT's config must have for ``r``, ``lora_alpha`` and ``use_rslora``.
+        shapes: PEFT's names of the tensors -> shape. where: section of the settings, for messages.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the adapters are others.
+    """
+    path = Path(folder, CONFIG)
+    if not path.is_file() or not Path(folder, WEIGHTS).is_file():
+        raise ValueError(
+            f"{where}: start={folder!r} has not both {CONFIG} and {WEIGHTS}; give a folder that PEFT saved, or a "
+            f"checkpoint's adapter folder, in --{where}.start"
+        )
+    config = read_object(path)
+    for key, value in settings.items():
+        if (own := config.get(key, False)) != value:
+            raise ValueError(
+                f"{where}: {path} has {key} {own!r}, expected {value!r}; change --{where}.{_FROM_FOLDER[key]}"
+            )
+    others = {"peft_type": "LORA", "bias": "none"}
+    wrong = [key for key, value in others.items() if config.get(key, value) != value]
+    if wrong := [*wrong, *(key for key in _REFUSED if config.get(key))]:
+        raise ValueError(
+            f"{where}: {path} has {wrong[0]} {config[wrong[0]]!r}, which the engine does not compute; merge the "
+            f"adapters into their model by PEFT, and train that without --{where}.start"
+        )
+    try:
+        stored = safe_open(Path(folder, WEIGHTS), "np")
+        found = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{where}: {WEIGHTS} in {folder!r} is damaged: {error}; copy or save it again") from None
+    if found != shapes:
+        missing, extra = sorted(shapes.items() - found.items()), sorted(found.items() - shapes.items())
+        raise ValueError(
+            f"{where}: start={folder!r} has other adapters: missing {missing[:3]} ({len(missing)} in all), unexpected "
+            f"{extra[:3]} ({len(extra)} in all); change --{where}.targets, or take the adapters of this model"
+        )
+
+
+def read_adapter_folder(folder: str) -> dict[str, Tensor]:
+    """Read the adapters of a folder: PEFT's name -> tensor."""
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder, WEIGHTS))
+
+
+def save_adapter_folder(
+    adapters: Iterable[tuple[str, Tensor]], settings: Mapping[str, Any], base: str, folder: str
+) -> list[str]:
+    """Write adapters as PEFT does. The folder appears under its name once it is whole.
+
+    Args:
+        adapters: ``(PEFT's name, tensor)`` of each. settings: PEFT's ``r``, ``lora_alpha`` and ``use_rslora``.
+        base: the folder of the model that they are added to.
+
+    Returns:
+        the names of the files.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in adapters}
+    config = dict(settings) | {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    target = Path(folder).with_name(f".{Path(folder).name}.partial")
+    shutil.rmtree(target, ignore_errors=True)  # a killed save may have left it
+    target.mkdir(parents=True)
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    (target / WEIGHTS).chmod(target.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
+    os.replace(target, folder)
+    return [CONFIG, WEIGHTS]

@@ -1,0 +1,101 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of a model's linear layers: their names, shapes and cuts."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from engines.models.spec import ModelSpec
+from engines.models.weight import Way, Weight
+
+GROUPS = {
+    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
+}
+"""Group of linear layers -> Megatron's names of them in a layer."""
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+_LINEAR = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of one of Megatron's linear layers ``[out, in]``: one of each HuggingFace layer that it is made of.
+
+    Queries, keys and values are such layers, and so are gate and up projection. Megatron's layer has the rows of all in
+    an order of its own. ``a`` stacks the A of those with an adapter, and ``b`` has a row for each row of the layer.
+
+    Attributes:
+        weight: the layer's. layer: number of the decoder's layer, from 0.
+        targets: names in a saved folder of those of the weight's tensors that have an adapter.
+    """
+
+    weight: Weight
+    layer: int
+    targets: tuple[str, ...]
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Megatron's name of the module that has both."""
+        return self.weight.name.removesuffix("weight") + "adapter"
+
+    @cached_property
+    def a(self) -> Weight:
+        """Rows ``[targets * rank, in]`` that make ``rank`` numbers of a token for each target."""
+        columns = next(iter(self.weight.tensors.values()))[1]
+        tensors = {name_in_peft(name, "A"): (self.rank, columns) for name in self.targets}
+        cut: dict[int, Way] = {axis: way for axis, way in self.weight.cut.items() if axis == 1}
+        return Weight(f"{self.name}.a", tensors, "stacked", cut, self.weight.part)
+
+    @cached_property
+    def b(self) -> Weight:
+        """Rows ``[out, rank]`` that make the layer's outputs of those numbers; of tensors without an adapter, zeros."""
+        tensors = {name_in_peft(name, "B"): (shape[0], self.rank) for name, shape in self.weight.tensors.items()}
+        cut: dict[int, Way] = {axis: way for axis, way in self.weight.cut.items() if axis == 0}
+        return replace(self.weight, name=f"{self.name}.b", tensors=tensors, cut=cut)
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """PEFT's names of the adapters' tensors -> shape: ``A [rank, in]`` and ``B [out, rank]`` of each target."""
+        names = {name_in_peft(name, kind) for name in self.targets for kind in "AB"}
+        return {name: shape for name, shape in (self.a.tensors | self.b.tensors).items() if name in names}
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether a parameter by Megatron's name is of an adapter."""
+    return ".adapter." in name
+
+
+def name_in_peft(name: str, kind: str) -> str:
+    """Name a weight's ``A`` or ``B`` as a folder of PEFT's does."""
+    return f"base_model.model.{name.removesuffix('.weight')}.lora_{kind}.weight"
+
+
+def _name_target(tensor: str) -> str:
+    return tensor.removesuffix(".weight").rpartition(".")[2]
+
+
+def list_targets(model: ModelSpec) -> dict[str, str]:
+    """Return name of a linear layer, as in PEFT's ``target_modules`` -> its group."""
+    linear = _list_linear(model)
+    return {_name_target(tensor): group for _, group, weight in linear for tensor in weight.tensors}
+
+
+def list_adapters(model: ModelSpec, rank: int, targets: Sequence[str]) -> list[Adapter]:
+    """List the adapters of a model, in the order of its weights.
+
+    Args:
+        targets: names of groups, and of linear layers as ``list_targets`` returns them.
+    """
+    found = []
+    for layer, group, weight in _list_linear(model):
+        chosen = tuple(name for name in weight.tensors if {group, _name_target(name)} & {*targets})
+        if chosen:
+            found.append(Adapter(weight, layer, chosen, rank))
+    return found
+
+
+def _list_linear(model: ModelSpec) -> list[tuple[int, str, Weight]]:
+    """List the linear layers that may have adapters: number of the decoder's layer, group and weight of each."""
+    places = ((_LINEAR.fullmatch(name), weight) for name, weight in model.weights.items())
+    return [(int(place[1]), _GROUP_OF[place[2]], weight) for place, weight in places if place and place[2] in _GROUP_OF]

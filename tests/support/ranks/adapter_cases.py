@@ -1,0 +1,135 @@
+"""Ranks of the tests of adapters run these functions, and PEFT's model beside them computes the same."""
+
+import torch
+from support.huggingface import name_weights, run_forward
+from support.ranks.engines_cases import STEPS, build_engine, gather_logits, make_batch, plan
+
+from engines.config import LoraConfig, OptimizerConfig
+from engines.models.spec import ModelSpec
+from rlworker.checks.huggingface import load_huggingface, probe_loss
+
+OPTIMIZER = OptimizerConfig(lr=5e-4, adam_eps=1e-4, clip_grad=0.5)
+"""A step moves an entry by at most lr / eps = 5 times the difference of its gradient."""
+
+
+def draw_adapters(shapes: dict[str, tuple[int, ...]], seed: int = 5) -> dict[str, torch.Tensor]:
+    """Draw adapters by PEFT's names, of which neither A nor B is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) * 0.03 for name, shape in sorted(shapes.items())}
+
+
+def list_shapes(model: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    return {name: shape for adapter in lora.list_adapters(model) for name, shape in adapter.tensors.items()}
+
+
+def run_adapter_case(rank: int, world: int, address: str, folder: str, settings: dict, platform: str = "cpu") -> dict:
+    """Compute what adapters change: logits, their gradients, their values after some steps, and merged weights."""
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": OPTIMIZER}, platform)
+    from engines.probes.megatron import gather_adapter_gradients
+
+    batch = make_batch()
+    schedule, shard = plan(engine, batch)
+    fill(engine)
+    logits, merged = gather_logits(engine, shard), {n: t.clone() for n, t in engine.export_weights()}
+    gradients, optimizer_step = [], engine.optimizer.step
+
+    def take_watched_step():
+        gradients.append(None if gradients else gather_adapter_gradients(engine))
+        return optimizer_step()
+
+    engine.optimizer.step = take_watched_step  # gradients are clipped in place by the step, so they are read before it
+    results = [engine.train_step(shard, probe_loss, float(batch.mask.sum())) for _ in range(STEPS)]
+    return {
+        "schedule": schedule,
+        "dp_rank": engine.dp_rank,
+        "is_leader": engine.is_leader,
+        "logits": logits,
+        "gradients": gradients[0],
+        "adapters": {name: tensor.clone() for name, tensor in engine.adapters.export()},
+        "merged": merged,
+        "grad_norms": [result.grad_norm for result in results],
+    }
+
+
+def fill(engine, seed: int = 5) -> None:
+    engine.adapters.fill(draw_adapters(list_shapes(engine.model, engine.config.lora), seed))
+
+
+def run_view(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
+    """Compute logprobs of the actor, of its view without adapters, and of a second engine without any."""
+    engine = build_engine(rank, world, address, folder, settings)
+    from engines.megatron.adapters import BaseView
+
+    fill(engine)
+    _, shard = plan(engine, make_batch())
+    view, parts = BaseView(engine), {"learning": {n for n, p in engine.decoder.named_parameters() if p.requires_grad}}
+    buffers = [buffer.grad_data.numel() for buffer in engine.module.buffers]
+    parts |= {"actor": engine.forward(shard), "view": view.forward(shard), "again": engine.forward(shard)}
+    frozen = {name: value for name, value in settings.items() if name != "lora"}
+    second = build_engine(rank, world, address, folder, frozen, trainable=False)
+    return parts | {"second": second.forward(shard), "gradients": sum(buffers)}
+
+
+def run_steps(rank: int, world: int, address: str, folder: str, settings: dict, saved: tuple[str, str, int]) -> dict:
+    """Load a checkpoint of the adapters, take steps, save another; an empty name leaves either out."""
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": OPTIMIZER})
+    source, target, steps = saved
+    _, shard = plan(engine, batch := make_batch())
+    if source:
+        engine.load(source)
+    else:
+        fill(engine)
+    norms = [engine.train_step(shard, probe_loss, float(batch.mask.sum())).grad_norm for _ in range(steps)]
+    if target:
+        engine.save(target)
+    return {
+        "norms": norms,
+        "adapters": {name: tensor.clone() for name, tensor in engine.adapters.export()},
+        "merged": {name: tensor.clone() for name, tensor in engine.export_weights()},
+    }
+
+
+def write_folder(rank: int, world: int, address: str, folder: str, settings: dict, target: str) -> list[str]:
+    """Write the adapters of a new engine as PEFT does; returns the names of the files on the rank that wrote them."""
+    engine = build_engine(rank, world, address, folder, settings)
+    from engines.megatron.adapters import save_adapters
+
+    return save_adapters(engine, target)
+
+
+def load_peft(spec: ModelSpec, lora: LoraConfig):
+    """Load transformers' model with PEFT's adapters, filled as the ranks' are."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    names = sorted({name.split(".")[-3] for name in list_shapes(spec, lora)})
+    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.scaling == "rslora"}
+    model = get_peft_model(load_huggingface(spec), PeftConfig(target_modules=names, **settings))
+    result = set_peft_model_state_dict(model, draw_adapters(list_shapes(spec, lora)))
+    assert not result.unexpected_keys and not any("lora" in name for name in result.missing_keys)
+    return model
+
+
+def name_peft(model, value_of) -> dict[str, torch.Tensor]:
+    """Map names in PEFT's folder to what ``value_of`` takes of the parameters."""
+    found = {name: value_of(p) for name, p in model.named_parameters() if p.requires_grad}
+    return {name.replace(".default.", "."): value.detach().clone() for name, value in found.items()}
+
+
+def compute_peft(folder: str, lora: LoraConfig) -> dict:
+    """Compute by PEFT what ``run_adapter_case`` does, one sequence at a time."""
+    spec, batch, result = ModelSpec.from_folder(folder), make_batch(), {"norms": []}
+    model = load_peft(spec, lora)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=OPTIMIZER.lr, eps=OPTIMIZER.adam_eps, weight_decay=0.0)
+    for step in range(STEPS):
+        found = run_forward(model, spec, batch, probe_loss)
+        optimizer.zero_grad()
+        (found.loss / batch.mask.sum()).backward()
+        if step == 0:
+            result |= {"logits": found.logits.detach(), "gradients": name_peft(model, lambda p: p.grad)}
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(learning, OPTIMIZER.clip_grad)))
+        optimizer.step()
+    result["adapters"] = name_peft(model, lambda p: p)
+    merged = load_peft(spec, lora).merge_and_unload()
+    return result | {"merged": name_weights(merged, spec)}
