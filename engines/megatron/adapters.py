@@ -3,18 +3,19 @@
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engines.batch.shard import Outputs, Shard
 from engines.config import MegatronConfig
 from engines.interfaces import OffloadPart
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
-from engines.models.adapter_folder import read_adapter_folder, save_adapter_folder
-from engines.models.adapters import Adapter
+from engines.models.adapter_folder import WEIGHTS, save_adapter_folder
 from engines.models.spec import ModelSpec
 from hardware.megatron.adapters import LinearAdapter
 
@@ -41,7 +42,10 @@ class Adapters:
         self._of_weight: dict[Tensor, LinearAdapter] = {}
         for adapter in stated:
             if layer := layers.get(adapter.weight.name.removesuffix(".weight")):
-                owners = _find_owners(adapter, model)
+                places = {name: place for place, name in enumerate(adapter.targets)}
+                tensors = adapter.weight.tensors.items()
+                rows = [torch.full((shape[0], 1), places.get(name, -1)) for name, shape in tensors]
+                owners = cut_share(adapter.b, rows, model)[:, 0]  # the target of each row on this rank, -1 for none
                 made = LinearAdapter(layer, owners, len(adapter.targets), config.lora.rank, config.lora.scale)
                 self._of_weight[layer.weight] = made
                 self.tensors |= {adapter.a.name: made.a, adapter.b.name: made.b}
@@ -50,10 +54,13 @@ class Adapters:
         self.learned = {name: (self._weights[name], each) for name, each in self.tensors.items()} | heads
         drawn = {name: shape for adapter in stated for name, shape in adapter.a.tensors.items()}
         start = config.lora.start
-        self.fill(read_adapter_folder(start) if start else {name: _draw(name, shape) for name, shape in drawn.items()})
+        self.fill(
+            load_file(Path(start, WEIGHTS)) if start else {name: _draw(name, shape) for name, shape in drawn.items()}
+        )
         if config.recompute == "full" and module.pre_process:
             # A layer that is computed again has gradients only where its input has some, which embeddings need not.
-            module.embedding.register_forward_hook(_require_gradient)
+            require = lambda _, __, out: out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())  # noqa: E731
+            module.embedding.register_forward_hook(require)
 
     @torch.no_grad()
     def fill(self, values: Mapping[str, Tensor]) -> None:
@@ -126,18 +133,7 @@ class BaseView:
         """Move nothing: the weights are the engine's."""
 
 
-def _find_owners(adapter: Adapter, model: ModelSpec) -> Tensor:
-    """Find the target of each row of a layer on this rank, ``[out]``; -1 where it has none."""
-    places = {name: place for place, name in enumerate(adapter.targets)}
-    rows = [torch.full((shape[0], 1), places.get(name, -1)) for name, shape in adapter.weight.tensors.items()]
-    return cut_share(adapter.b, rows, model)[:, 0]
-
-
 def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
     """Draw an A as PEFT does, evenly from -1 to 1 over sqrt(in). It is of its name alone, so alike at all sizes."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return (2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5
-
-
-def _require_gradient(embedding: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

@@ -69,13 +69,6 @@ def check_adapter_folder(
         )
 
 
-def read_adapter_folder(folder: str) -> dict[str, Tensor]:
-    """Read the adapters of a folder: PEFT's name -> tensor."""
-    from safetensors.torch import load_file
-
-    return load_file(Path(folder, WEIGHTS))
-
-
 def save_adapter_folder(
     adapters: Iterable[tuple[str, Tensor]], settings: Mapping[str, Any], base: str, folder: str
 ) -> list[str]:

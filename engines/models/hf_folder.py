@@ -71,10 +71,6 @@ class SafetensorsFolder:
         """Read ``count`` rows of a tensor, from row ``start``, and no others."""
         return self._find_file(name).get_slice(name)[start : start + count]
 
-    def read_kept(self, beginnings: tuple[str, ...]) -> dict[str, Tensor]:
-        """Read every tensor whose name begins as one of ``beginnings``; files are mapped, and no data is copied."""
-        return {name: self[name] for name in self._file_of if name.startswith(beginnings)}
-
     def _find_file(self, name: str):
         path = self._file_of[name]
         if path not in self._open:
@@ -186,7 +182,8 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     shutil.rmtree(target, ignore_errors=True)  # a killed save may have left it
     target.mkdir(parents=True)
     if model.head == "language" and model.family.kept:
-        kept = SafetensorsFolder(model.folder).read_kept(model.family.kept)
+        folder_of_model = SafetensorsFolder(model.folder)  # mapped, so that no data is copied
+        kept = {name: folder_of_model[name] for name in folder_of_model._file_of if name.startswith(model.family.kept)}
     split = _split_into_files(model, first[1].element_size(), kept, shard_bytes)
     pending, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()
     for name, tensor in chain([first], stream, kept.items()):

@@ -54,7 +54,9 @@ def check_speed(device: Device, folder: Path, own: Path | None = None) -> list[D
     text = f"{product:.3g} TFLOP/s"
     findings.append(device.make_finding("speed", "matrix product", product > 0, text, {"TFLOP/s": product}))
     findings += measure_attention(device, product)
-    return [*findings, measure_step(device, own or make_half_billion(device, folder / "step"), product)]
+    shape: dict[str, Any] = {"max_position_embeddings": 256} if device.is_host else dict(_HALF_BILLION)
+    model = own or Path(make_tiny_text(folder / "step", "qwen2", shape.pop("vocab_size", 128), **shape))
+    return [*findings, measure_step(device, model, product)]
 
 
 def measure_attention(device: Device, product: float) -> list[DeviceFinding]:
@@ -112,12 +114,6 @@ def _measure_images(device: Device, query, key, value, core, rotary) -> DeviceFi
     share = 1 - seconds[0] / seconds[1]
     text = f"{share:.0%} of {1e3 * seconds[1]:.2f} ms is what images add to a causal pack of {tokens} tokens"
     return device.make_finding("speed", where, True, text, {"share": share})
-
-
-def make_half_billion(device: Device, folder: Path) -> Path:
-    """Make a model of the shape of Qwen2.5-0.5B, or a tiny one for a CPU; its folder."""
-    shape: dict[str, Any] = {"max_position_embeddings": 256} if device.is_host else dict(_HALF_BILLION)
-    return Path(make_tiny_text(folder, "qwen2", shape.pop("vocab_size", 128), **shape))
 
 
 def measure_step(device: Device, folder: Path, product: float) -> DeviceFinding:
