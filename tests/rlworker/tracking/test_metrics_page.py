@@ -19,7 +19,7 @@ from support.rollout_workers import make_completions
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.batch.shard import TokenOutputs, ValueOutputs
-from engines.config import VllmConfig
+from engines.config import MegatronConfig, VllmConfig
 from rlworker.algorithms.losses import kl_k3, policy_loss, truncated_importance
 from rlworker.algorithms.objective import make_objective
 from rlworker.config.run import AlgorithmConfig, CriticConfig, CurriculumConfig, RunConfig
@@ -54,7 +54,7 @@ class Group:
     dp_size = 1
 
     def __init__(self, name: str):
-        self.name = name
+        self.name, self.role = name, SimpleNamespace(config=MegatronConfig())
 
     def forward(self, batch: TrainBatch, raw: bool = False):
         constant = torch.full((batch.num_tokens,), LOGPROB)
