@@ -26,7 +26,6 @@ class LoraConfig:
     """Linear layers with adapters: attention, mlp, or a layer's name in PEFT's target_modules, such as q_proj."""
     scaling: Literal["lora", "rslora"] = "lora"
     """Scale by rank: lora is alpha / rank, rslora is alpha / sqrt(rank) (arXiv:2312.03732)."""
-
     start: str = ""
     """Folder of adapters to start from, as PEFT saves them. Empty draws A at random and has B zero."""
 

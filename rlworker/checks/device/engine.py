@@ -166,9 +166,8 @@ def _count_held(device: Device) -> int:
     reset the peak."""
     gc.collect()
     # A workspace belongs to a thread: the backward pass runs in a thread of its own.
-    (
-        torch.ones(8, 8, device=device.device, requires_grad=True) @ torch.ones(8, 8, device=device.device)
-    ).sum().backward()
+    square = torch.ones(8, 8, device=device.device, requires_grad=True)
+    (square @ square).sum().backward()
     module = torch.get_device_module(device.device)
     module.reset_peak_memory_stats()
     return module.memory_allocated()
