@@ -147,19 +147,41 @@ def _attend_bshd(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, r
 
 
 def _attend_thd(query: Tensor, key: Tensor, value: Tensor, plan: GroupedPlan, rule: Rule, scale: float) -> Tensor:
-    if plan.query_index is not None and plan.key_index is not None:
-        query = query.index_select(0, plan.query_index)
-        key, value = (x.index_select(0, plan.key_index) for x in (key, value))
     query_sizes = [g.rows * g.queries for g in plan.groups]
     key_sizes = [g.rows * g.keys for g in plan.groups]
+    if plan.query_index is not None and plan.key_index is not None:
+        queries = _Gather.apply(query, plan.query_index, query_sizes)
+        keys, values = (_Gather.apply(x, plan.key_index, key_sizes) for x in (key, value))
+    else:
+        queries, keys, values = query.split(query_sizes), key.split(key_sizes), value.split(key_sizes)
     outs = []
-    for group, q, k, v in zip(
-        plan.groups, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
-    ):
+    for group, q, k, v in zip(plan.groups, queries, keys, values, strict=True):
         q, k, v = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # [rows, h, len, d]
         outs.append(_sdpa(q, k, v, group.masks[rule], scale).transpose(1, 2).reshape(len(q) * group.queries, -1))
     out = torch.cat(outs)
     return out if plan.slot_row is None else out.index_select(0, plan.slot_row)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of each group: ``x.index_select(0, index).split(sizes)``, with its gradient to the last bit.
+
+    Each group's gradient is added to the rows that it has. Autograd would join the gradients of all groups first, which
+    are as many rows as sequences have tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(index)
+        ctx.sizes, ctx.shape = sizes, x.shape
+        return tuple(x.index_select(0, part) for part in index.split(sizes))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        total = gradients[0].new_zeros(ctx.shape)
+        for part, gradient in zip(index.split(ctx.sizes), gradients, strict=True):
+            total.index_add_(0, part, gradient)
+        return total, None, None
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

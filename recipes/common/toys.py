@@ -49,6 +49,7 @@ class Toy:
         warm_up: ``warm_up(config, output)`` trains the model on right answers and saves it in the folder ``output``.
         learn_from: the reward function, or the environment.
         measure: ``measure(trainer)`` finds further numbers of the trained model for the summary.
+        make_trainer: makes the trainer, by the arguments of ``Trainer``.
     """
 
     make_data: Callable[[Path], Path]
@@ -56,6 +57,7 @@ class Toy:
     warm_up: Callable[[Any, str], None]
     learn_from: Callable = exact_match
     measure: Callable[[Trainer], dict] = lambda trainer: {}
+    make_trainer: Callable[..., Trainer] = Trainer
 
 
 def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.AdvantageFn:
@@ -142,7 +144,7 @@ def train_toy(config: ToyConfig, run: RunFolder, toy: Toy, stop: Stop) -> None:
             log_start("the model is warmed up")
         warm_up_seconds = time.perf_counter() - start
         parts: dict[str, Any] = dict(folder=run, stop=stop) | control
-        with Trainer(replace(config, model=str(warm_model)), toy.learn_from, **parts) as trainer:
+        with toy.make_trainer(replace(config, model=str(warm_model)), toy.learn_from, **parts) as trainer:
             trainer.fit()
             further = {} if stop.signal else toy.measure(trainer)
     if stop.signal:

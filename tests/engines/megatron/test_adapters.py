@@ -79,7 +79,10 @@ def test_adapters_are_those_of_peft(compare, family, lora, layout, recompute):
     compare("one", family, choose_lora(family, lora), {"layout": layout, "recompute": recompute})
 
 
-@matrix({"size": (*TWO_RANKS, *FOUR_RANKS), "lora": ("all", "some"), "layout": LAYOUTS, "recompute": RECOMPUTE})
+@matrix(
+    {"size": (*TWO_RANKS, *FOUR_RANKS), "lora": ("all", "some"), "layout": LAYOUTS, "recompute": RECOMPUTE},
+    heavy=lambda case: case["size"] in FOUR_RANKS,  # adapters are cut by one group at a time
+)
 def test_adapters_over_ranks(compare, size, lora, layout, recompute):
     compare(size, "qwen2", lora, {"layout": layout, "recompute": recompute})
 
@@ -127,6 +130,7 @@ def test_the_view_without_adapters_is_a_second_engine_bit_for_bit(pool_of, make_
         assert rank["gradients"] < 20_000, "no buffer has room for a weight's gradient"
 
 
+@pytest.mark.large
 def test_a_checkpoint_has_adapters_alone_and_goes_on_at_other_sizes(pool_of, make_hf_model, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 

@@ -209,7 +209,11 @@ def test_experts(compare, family, layout, recompute, micro):
     compare("one", family, False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
-@matrix({"size": EXPERT_SIZES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})
+@matrix(
+    {"size": EXPERT_SIZES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)},
+    # Experts are given tokens without a layout; stages have whole layers of them.
+    heavy=lambda case: (case["layout"] == "bshd" and case["size"] != "CP2-EP2") or case["size"] == "PP2",
+)
 def test_experts_over_ranks(compare, size, layout, recompute, micro):
     compare(size, "qwen3_moe", False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
@@ -247,7 +251,8 @@ def test_experts_in_one_group(compare):
 
 @matrix(
     {"size": TWO_RANKS, "layout": LAYOUTS, "recompute": ("none", "core", "full")},
-    heavy=lambda case: case["recompute"] == "full",  # as Gemma's windows are recomputed in the matrix of parity
+    # Gemma's windows are recomputed in the matrix of parity; replicas and stages have whole windows, as one rank has.
+    heavy=lambda case: case["recompute"] == "full" or case["size"] in ("DP2", "PP2"),
 )
 def test_sliding_window(compare, size, layout, recompute):
     """Two pipeline micro-batches with different masks, a window on the upper layers only."""

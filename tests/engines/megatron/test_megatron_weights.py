@@ -132,8 +132,16 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
     assert torch.allclose(got, want, atol=1e-5)
 
 
-RESUMES = [("DP2", "DP2"), ("TP2", "TP2"), ("TP2", "DP2"), ("DP2", "PP2"), ("CP2", "TP2")]
-MORE = [("DP4", "TP2-PP2"), ("TP2-CP2", "DP2-PP2"), ("DP2-PP2", "TP4"), ("TP4", "TP4"), ("TP4", "TP2-PP2")]
+RESUMES = [("TP2", "TP2"), ("DP2", "PP2"), ("CP2", "TP2")]
+MORE = [
+    ("DP2", "DP2"),
+    ("TP2", "DP2"),
+    ("DP4", "TP2-PP2"),
+    ("TP2-CP2", "DP2-PP2"),
+    ("DP2-PP2", "TP4"),
+    ("TP4", "TP4"),
+    ("TP4", "TP2-PP2"),
+]
 OF_EXPERTS = [("TP2-EP2", size) for size in ("TP2-EP2", "DP2-EP2", "DP2", "PP2", "TP2-ETP2", "CP2-EP2")]
 OF_EXPERTS += [("DP2", "DP2-EP2"), ("TP2-DP2-EP2-ETP2", "PP2-DP2-EP2")]
 

@@ -86,6 +86,7 @@ def test_who_computes_without_an_answer_does_not_stand_still(start, monkeypatch,
     assert any(found)  # the last look may meet the end of the work
 
 
+@pytest.mark.large
 @pytest.mark.timeout(60)
 def test_a_stop_between_short_waits_is_noticed(start, monkeypatch, watch):
     from ray.exceptions import RayActorError

@@ -141,6 +141,7 @@ def test_steps_that_come_again_are_in_metrics_alone(tmp_path):
     assert tensorboard_scalars(tmp_path)["reward"] == [(s, s / 8) for s in range(5)]
 
 
+@pytest.mark.large
 def test_wandb_has_the_numbers_and_a_resumed_run_goes_on(wandb_runs):
     folder, _, said = wandb_runs
     first, second = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
@@ -161,6 +162,7 @@ def test_wandb_has_the_numbers_and_a_resumed_run_goes_on(wandb_runs):
     assert config["actor"] == {"lr": 5e-4} and config["trackers"] == ["wandb"]
 
 
+@pytest.mark.large
 def test_a_wandb_that_dies_is_dropped_and_the_run_goes_on(wandb_runs):
     _, folder, (*_, said) = wandb_runs
     notes = [line for line in said.splitlines() if "WARNING" in line]
