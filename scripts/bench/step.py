@@ -69,7 +69,10 @@ def make_inputs(folder: Path) -> None:
     if OPTIONS.model:
         pairs = [(10 + i % 89, 10 + i * 37 % 83) for i in range(1024)]
         texts = [f"What is {a} + {b}? Answer with the number alone." for a, b in pairs]
-        rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+        rows = [
+            {"prompt": [{"role": "user", "content": text}], "answer": str(a + b)}
+            for text, (a, b) in zip(texts, pairs, strict=True)
+        ]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     import torch
