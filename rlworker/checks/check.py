@@ -20,6 +20,7 @@ from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limit
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.workers import TrainWorker
+from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import to_batch
 from rlworker.trainers.agreement import SyncedWeights, compare_logprobs
 
@@ -130,6 +131,8 @@ def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[F
     requests = [Request(row.prompt_ids, sampling, row.images) for row in rows]
     samples = engines.rollouts.sample(requests, sampling.stream, equal_shares=True)
     batch = to_batch(rows, samples, [0.0] * (2 * len(rows)), trainer.model.vision)
+    if config.top_k:
+        batch = replay_support(batch)
     logprobs = get_logprobs(engines.actor.forward(batch))
     findings, start, limits = [], 0, engines.rollout_limits
     for number, part in enumerate(batch.split(count)):

@@ -9,6 +9,7 @@ from engines.models.spec import ModelSpec
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.data.rows import Row
 from rlworker.rollouts.manager import CANARY, RolloutManager
+from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import to_batch
 from rlworker.trainers.agreement import compare_logprobs
 
@@ -79,6 +80,8 @@ class Canary:
         if scores_prompt:  # all but the first id count as what was sampled
             asked = [replace(row, prompt_ids=row.prompt_ids[:1]) for row in asked]
         batch = to_batch(asked, completions, [0.0] * len(asked), self.model.vision)
+        if self.manager.config.rollout.top_k and not scores_prompt:
+            batch = replay_support(batch)
         return compare_logprobs(batch, get_logprobs(self.actor.forward(batch, raw=scores_prompt)))
 
 

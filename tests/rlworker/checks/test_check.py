@@ -30,12 +30,16 @@ from rlworker.checks.trainer import Finding, _describe_influences
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.large)])
 def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks):
-    """A user's model over two pipeline stages, and two replicas of them, with a pack of a fixed size."""
+    """A user's model over two pipeline stages, and two replicas of them, with a pack of a fixed size, and samples from
+    the likeliest ids alone."""
     from rlworker.checks.check import run_check
 
-    sizes = MegatronConfig(ranks=ranks, pp=2, pad_to_multiple_of=2, slots=128)
+    config = CheckConfig(
+        model=make_hf_model("llama", False),
+        actor=MegatronConfig(ranks=ranks, pp=2, pad_to_multiple_of=2, slots=128),
+    )
     told = []
-    found = run_check(CheckConfig(model=make_hf_model("llama", False), actor=sizes), told.append)
+    found = run_check(replace(config, rollout=replace(config.rollout, top_k=20)), told.append)
     assert {(finding.outcome, finding.evidence) for finding in found} == {("ok", "executed")}
     checks = [finding.check for finding in found]
     assert [checks.count(name) for name in dict.fromkeys(checks)] == [14, 2, 3, 2, 1, 3]
