@@ -72,8 +72,8 @@ BY_HAND = {
 }
 """Those that no suite runs: the rest of the emulated platform's matrix, and of the families'."""
 ALWAYS = {("images.grpo_geo3k", KEPT)}
-"""The one that every suite runs, with images, a KL penalty and truncated sampling. Tests of the trainers have what else differs in the
-others."""
+"""The one that every suite runs, with images, a KL penalty and truncated sampling. Tests of the trainers have what else
+differs in the others."""
 
 
 def mark_smoke(case: tuple) -> tuple | pytest.MarkDecorator:
