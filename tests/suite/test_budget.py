@@ -109,6 +109,7 @@ def run(pytester, monkeypatch):
     return run
 
 
+@pytest.mark.large
 def test_processes_count_once_for_what_they_became(run):
     """vLLM: a child, a grandchild and two forks. torch: a child, the fork's parent and a server, which is no rank."""
     done = run(4, conftest="import torch", test_starts=STARTS)

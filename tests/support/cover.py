@@ -114,6 +114,19 @@ class Matrix:
         ]
 
 
+def in_turn(cases: Sequence[Case], values: Sequence[Any]) -> list:
+    """Make pytest's parameters of cases by the values of a last factor: CI runs each case with one value, in turn.
+
+    The rest is marked ``product``.
+    """
+    marks = (pytest.mark.large, *[pytest.mark.product] * (len(values) - 1))
+    return [
+        pytest.param(*case, value, marks=marks[(number + place) % len(values)])
+        for number, case in enumerate(cases)
+        for place, value in enumerate(values)
+    ]
+
+
 def matrix(
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[dict[str, Any]], bool] = lambda case: True,

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.cover import matrix
+from support.cover import in_turn, matrix
 from support.factors import (
     EXPERT_FAMILIES,
     EXPERT_SIZES,
@@ -153,8 +153,9 @@ MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
         "recompute": RECOMPUTE,
         "micro": tuple(MICRO),
     },
-    # Qwen2 has biases and Gemma windows on some layers; what the others have is the same at two ranks as at four.
-    heavy=lambda case: case["size"] in FOUR_RANKS and case["family"] not in ("qwen2", "gemma3_text"),
+    # Qwen2 has biases and Gemma windows on some layers; what the others have is the same at two ranks as at four, and
+    # replicas and stages have whole layers of it.
+    heavy=lambda case: case["size"] in ("DP2", "PP2", *FOUR_RANKS) and case["family"] not in ("qwen2", "gemma3_text"),
 )
 def test_parity(compare, size, family, tied, layout, recompute, micro):
     compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
@@ -180,12 +181,15 @@ def test_states_over_ranks(compare, size, layout, recompute, micro):
     ("size", "family", "layout"),
     [
         ("one", "qwen3_next", "thd"),
-        *(
-            pytest.param(size, family, layout, marks=pytest.mark.large)
-            for size in ("one", "TP2", *EXPERT_SIZES)
-            for family in (*STATE_EXPERT_FAMILIES, "qwen3_next-dense")
-            for layout in LAYOUTS
-            if (size, family, layout) != ("one", "qwen3_next", "thd")
+        pytest.param("one", "qwen3_next", "bshd", marks=pytest.mark.large),
+        *in_turn(
+            [
+                (size, family)
+                for size in ("one", "TP2", *EXPERT_SIZES)
+                for family in (*STATE_EXPERT_FAMILIES, "qwen3_next-dense")
+                if (size, family) != ("one", "qwen3_next")
+            ],
+            LAYOUTS,
         ),
     ],
 )
@@ -218,9 +222,7 @@ def test_experts_over_ranks(compare, size, layout, recompute, micro):
     compare(size, "qwen3_moe", False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", MORE_EXPERT_SIZES)
+@pytest.mark.parametrize(("size", "layout"), in_turn([(size,) for size in MORE_EXPERT_SIZES], LAYOUTS))
 def test_experts_over_more_ranks(compare, size, layout):
     """Some in micro-batches of one sequence with a shared expert, some of a model that begins with a dense layer."""
     family = "qwen2_moe" if layout == "thd" else "qwen3_moe-dense"
@@ -228,9 +230,7 @@ def test_experts_over_more_ranks(compare, size, layout):
     compare(size, family, False, {"layout": layout} | settings)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", EXPERT_SIZES + MORE_EXPERT_SIZES)
+@pytest.mark.parametrize(("size", "layout"), in_turn([(size,) for size in EXPERT_SIZES + MORE_EXPERT_SIZES], LAYOUTS))
 def test_experts_chosen_with_a_bias_over_ranks(compare, size, layout):
     settings = {"recompute": "full"} if layout == "thd" else MICRO["split"]
     compare(size, "glm4_moe", False, {"layout": layout} | settings)

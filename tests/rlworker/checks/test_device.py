@@ -65,7 +65,7 @@ def run_parts(rank, world, name, parts, folder):
     return build_report(device, findings)
 
 
-@pytest.mark.parametrize("platform", ["cuda-emulated", "npu-emulated"])
+@pytest.mark.parametrize("platform", ["npu-emulated", pytest.param("cuda-emulated", marks=pytest.mark.large)])
 def test_an_emulator_is_as_stated(one_rank, tmp_path, platform):
     report = one_rank.run(run_parts, platform, ["reads", "memory", "contract"], str(tmp_path))[0]
     assert report["passed"], [line for line in report["findings"] if line["outcome"] == "FAILED"]

@@ -60,6 +60,7 @@ def test_after_a_failure_none_is_kept(keeping):
     assert used("well") != [first]
 
 
+@pytest.mark.large
 def test_one_that_does_not_close_is_ended(keeping, monkeypatch):
     monkeypatch.setattr("rlworker.cluster.worker_pool._CLOSE_S", 1.0)
     raising, hanging, well = used("raises", "hangs", "well")
@@ -67,6 +68,7 @@ def test_one_that_does_not_close_is_ended(keeping, monkeypatch):
     assert again[2] == well and again[0] != raising and again[1] != hanging
 
 
+@pytest.mark.large
 def test_those_without_a_run_give_way_where_there_is_no_room_for_others(keeping, monkeypatch):
     monkeypatch.setattr("rlworker.cluster.worker_pool.list_ray_resources", lambda platform, devices: {"place": devices})
     monkeypatch.setattr("ray.cluster_resources", lambda: {"place": 3.0})

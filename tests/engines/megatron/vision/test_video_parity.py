@@ -1,6 +1,7 @@
 """Videos through Megatron against HuggingFace run one sequence at a time, in fp32, beside images and text."""
 
 import pytest
+from support.cover import in_turn
 from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_STATE_FAMILIES, LAYOUTS, SIZES, VIDEO_FAMILIES, parse_size
 from support.models import make_vlm
 from support.ranks.pool import draw_address
@@ -10,8 +11,8 @@ from support.ranks.vlm_parity import check_vlm_ranks, compute_vlm_reference
 SHORT, LONG, FILE = (len(IMAGE_SIZES) + number for number in range(3))
 ROWS = ((SHORT,), (), (0, LONG), (FILE, 1, SHORT), (LONG,))
 """Text; a video by itself, and between images; one that lasts longer than it is wide, in two sequences."""
-CASES = [(size, layout) for size in SIZES for layout in LAYOUTS]
-DEFAULT = (("one", "thd"), ("TP2", "thd"), ("CP2", "bshd"))
+DEFAULT = [("one", "thd"), ("TP2", "thd"), ("CP2", "bshd")]
+MORE = [case for case in in_turn([(size,) for size in SIZES], LAYOUTS) if case.values not in DEFAULT]
 LARGE = [pytest.param(family, marks=pytest.mark.large) for family in IMAGE_EXPERT_FAMILIES + IMAGE_STATE_FAMILIES]
 
 
@@ -31,9 +32,7 @@ def reference(folder, shown):
     return compute_vlm_reference(folder, shown, ROWS)
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"), [pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.large) for case in CASES]
-)
+@pytest.mark.parametrize(("size", "layout"), [*DEFAULT, *MORE])
 def test_parity(pool_of, folder, shown, reference, measured, size, layout):
     frozen = ("vision",) if layout == "bshd" else ()
     settings = parse_size(size) | {"layout": layout, "freeze": frozen, "budget": 1 if size == "TP2" else None}
