@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from support.factors import FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES, PLATFORMS, STATE_FAMILIES, parse_size
+from support.factors import (
+    FAMILIES,
+    IMAGE_FAMILIES,
+    IMAGE_STATE_FAMILIES,
+    PLATFORMS,
+    STATE_EXPERT_FAMILIES,
+    STATE_FAMILIES,
+    parse_size,
+)
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan, start_process
 from support.ranks.pool import draw_address
@@ -137,6 +145,14 @@ def test_states_that_are_handed_on(pool_of, make_hf_model, measured, size, setti
     compare(pool_of(size), measured, f"states {size}", *case)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("size", ["one", "TP2-EP2"])
+@pytest.mark.parametrize("family", STATE_EXPERT_FAMILIES)
+def test_states_that_are_handed_on_beside_experts(pool_of, make_hf_model, measured, size, family):
+    case = make_hf_model(family, False), parse_size(size) | {"micro_batch_tokens": 90}, "cpu"
+    compare(pool_of(size), measured, f"{family} {size}", *case)
+
+
 @pytest.fixture(scope="module")
 def make_images_batch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
@@ -199,7 +215,7 @@ def test_trees_of_families_with_windows(one_rank, make_hf_model, measured, famil
     compare(one_rank, measured, f"tree {family}", *case)
 
 
-@pytest.mark.parametrize("family", in_large(["gemma3", "qwen3_vl"], ["gemma3"]))
+@pytest.mark.parametrize("family", in_large(["gemma3", "qwen3_vl", *IMAGE_STATE_FAMILIES], ["gemma3"]))
 def test_trees_with_images(one_rank, tmp_path, make_images_batch, measured, family):
     case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", make_images_batch, "tree"
     compare(one_rank, measured, f"tree {family}", *case)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.cover import matrix
-from support.factors import LAYOUTS, PLATFORMS, STATE_FAMILIES, parse_size
+from support.factors import LAYOUTS, PLATFORMS, STATE_EXPERT_FAMILIES, STATE_FAMILIES, parse_size
 from support.huggingface import compute_logprobs, run_forward
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, leave_groups, make_batch, plan
@@ -66,7 +66,9 @@ def test_it_is_as_exact_as_huggingface_in_bfloat16(compare, family, layout, plat
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("family", STATE_FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*STATE_FAMILIES, *(pytest.param(family, marks=pytest.mark.large) for family in STATE_EXPERT_FAMILIES)]
+)
 def test_states_are_as_exact_as_huggingface_in_bfloat16(compare, family, platform, layout):
     compare(family, layout, platform)
 

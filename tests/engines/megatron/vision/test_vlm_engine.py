@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.factors import IMAGE_FAMILIES
+from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.pool import draw_address
@@ -89,15 +89,15 @@ def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family
 
 RESUMED = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "CP2": {"cp": 2, "freeze": ("vision",)}}
 MARKS = dict.fromkeys([("gemma3", "TP2"), ("qwen3_vl", "PP2")], ())
-MARKS |= dict.fromkeys([("qwen2_5_vl", "CP2"), ("internvl", "PP2")], pytest.mark.large)
-"""Those that CI runs have each size and four families."""
+MARKS |= dict.fromkeys([("qwen2_5_vl", "CP2"), ("internvl", "PP2"), ("qwen3_5", "CP2")], pytest.mark.large)
+"""Those that CI runs have each size and five families."""
 
 
 @pytest.mark.parametrize(
     ("family", "size"),
     [
         pytest.param(*pair, id="-".join(pair), marks=MARKS.get(pair, pytest.mark.product))
-        for pair in itertools.product(IMAGE_FAMILIES, RESUMED)
+        for pair in itertools.product(IMAGE_FAMILIES + IMAGE_STATE_FAMILIES, RESUMED)
     ],
 )
 def test_saved_and_gone_on_from(two_ranks, tmp_path, family, size):
@@ -174,7 +174,8 @@ def go_on_otherwise(rank: int, world: int, address: str, folder: str, paths, out
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.large) for name in ("qwen2_5_vl", "gemma3"))]
+    "family",
+    ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.large) for name in ("qwen2_5_vl", "gemma3", "qwen3_5"))],
 )
 def test_gone_on_from_at_another_size(two_ranks, tmp_path, family):
     folder, paths = make_vlm(tmp_path / "model", family, tied=True), make_images(tmp_path)
