@@ -44,7 +44,15 @@ def score_both_ways(rank: int, world: int, address: str, folder: str, settings: 
     return {"schedule": schedule, "outputs": outputs, "given": given} if engine.is_leader else None
 
 
-@pytest.mark.parametrize("settings", [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=["one", "TP2", "CP2", "PP2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="one"),
+        pytest.param({"tp": 2}, id="TP2"),
+        pytest.param({"cp": 2}, id="CP2", marks=pytest.mark.large),
+        pytest.param({"pp": 2}, id="PP2", marks=pytest.mark.large),
+    ],
+)
 def test_scores_of_targets_that_count(one_rank, two_ranks, make_hf_model, settings):
     """Each sequence is a micro-batch of its own, so that the last has nothing to score."""
     ranks, case = one_rank if not settings else two_ranks, settings | {"micro_batch_tokens": 1}

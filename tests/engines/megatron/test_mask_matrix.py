@@ -139,7 +139,7 @@ def differences(results: list[tuple], on_cpu: list[tuple], want: tuple) -> dict[
     {"size": MASK_SIZES, "platform": PLATFORMS, "layout": LAYOUTS, "rule": tuple(RULES)},
     allowed=lambda case: is_honoured(case["platform"], case["layout"], case["rule"]),
     # Stages have whole layers, so that the calls of a platform are those of the size without them.
-    heavy=lambda case: case["size"] in ("TP2-PP2", "PP2-CP2") and case["platform"] != "cpu",
+    heavy=lambda case: case["size"] in ("TP2-PP2", "PP2-CP2"),
 )
 def test_rules_at_every_size(pool_of, check_rules, size, platform, layout, rule):
     check_rules(pool_of(size), parse_size(size), platform, [(layout, rule)], size)
