@@ -21,6 +21,7 @@ from engines.validation import collect_bounds, option, spell, spell_bounds  # no
 from recipes.common.smoke import RecipeConfig, VlmRecipeConfig  # noqa: E402
 from recipes.common.worked_episodes import EpisodeToyConfig  # noqa: E402
 from recipes.demos.cpu import DemoConfig  # noqa: E402
+from recipes.demos.states import StateConfig  # noqa: E402
 from rlworker.checks.config import CheckConfig  # noqa: E402
 from rlworker.config.run import RunConfig, TrainingConfig  # noqa: E402
 from rlworker.config.sft import SftConfig  # noqa: E402
@@ -50,6 +51,7 @@ GROUPS: tuple[tuple[str, type, type | None], ...] = (
     ("Recipes for real models", RecipeConfig, RunConfig),
     ("Recipes for models that see images", VlmRecipeConfig, RecipeConfig),
     ("Demos", DemoConfig, RunConfig),
+    ("The demo of a model with states", StateConfig, DemoConfig),
     ("Demos with several turns", EpisodeToyConfig, DemoConfig),
     ("rlworker check", CheckConfig, None),
 )
