@@ -99,15 +99,19 @@ def _plan_trainers(config: Config, models: dict[str, ModelSpec]) -> Iterator[Nee
 
 def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
     """Plan the devices of rollout engines: a part of the weights and a KV cache on each."""
-    platform, tp = get_platform(config.platform), config.rollout.tp
-    ep, etp = (tp, 1) if config.rollout.spreads_experts else (1, tp)  # vLLM cuts experts, if it does not share them out
+    platform, rollout, tp = get_platform(config.platform), config.rollout, config.rollout.tp
+    ep, etp = (tp, 1) if rollout.spreads_experts else (1, tp)  # vLLM cuts experts, if it does not share them out
     sizes = MegatronConfig(ranks=tp, tp=tp, ep=ep, etp=etp) if model.experts else MegatronConfig(ranks=tp, tp=tp)
     weights = sum(parameter.numbers for parameter in list_parameters(model, sizes, 0))
     copied = model.count_kv_heads(tp) - model.kv_heads / tp  # heads of keys and values, where devices have the same
     weights += int(2 * copied * model.layers * model.head_dim * model.hidden)
-    cache = (config.rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20
-    memory = RankMemory(weights * get_itemsize(config.rollout.dtype), 0, 0, cache)
-    return Need("rollout engines" if tp == 1 else "rollout devices", config.rollout.devices, {"rollout": memory})
+    cache, itemsize = (rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20, get_itemsize(rollout.dtype)
+    routes = 0
+    if rollout.replay_routes and model.experts:
+        # Beside the keys and values of a token in a layer, a byte for each expert that it chose there.
+        routes = cache * model.experts.chosen // (2 * model.count_kv_heads(tp) * model.head_dim * itemsize)
+    memory = RankMemory(weights * itemsize, 0, 0, cache + routes)
+    return Need("rollout engines" if tp == 1 else "rollout devices", rollout.devices, {"rollout": memory})
 
 
 def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:

@@ -247,6 +247,9 @@ def test_experts_by_hand_and_the_nearest_sizes_that_hold_them(tmp_path):
     assert shared.parameters == pytest.approx(2 * ((experts + dense - routers) / 8 + routers + copied), rel=1e-4)
     shared_out = replace(run.rollout, vllm={"enable_expert_parallel": True})  # as many bytes, of whole experts
     assert make_plan(replace(run, rollout=shared_out), models).needs[1].roles["rollout"] == rollout
+    # A token of a layer has a key and a value of 128 numbers of two bytes on a device, and eight choices of a byte.
+    replayed = replace(run, rollout=replace(run.rollout, replay_routes=True, kv_cache_mb=1024))
+    assert make_plan(replayed, models).needs[1].roles["rollout"].activations == 2**30 * (1 + 8 / 512)
     whole = replace(run, actor=replace(spread, ep=1))
     assert list_misfits(make_plan(whole, models), 80.0) and not list_misfits(plan, 80.0)
     assert find_nearest(whole, models, 80.0) == "--actor.ep 4"
