@@ -19,6 +19,7 @@ from rlworker.checks.huggingface import compare_outputs, probe_loss
 from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
+from rlworker.cluster.watch import describe_lost, find_lost
 from rlworker.cluster.workers import TrainWorker
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import to_batch
@@ -62,7 +63,9 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
         try:
             findings += check()
         except RayError as error:
-            text = f"raised: {explain(error) or get_last_line(error)}"
+            # A rank that dies makes others fail, in the collective that it left, and their errors may come first.
+            lost = find_lost(engines.name_workers())
+            text = f"raised: {describe_lost(lost) or explain(error) or get_last_line(error)}"
             if engines.config.actor.ranks > 1:
                 text += "; the checks after it were not run"
                 return [*findings, engines.trainer.make_finding(name, "", False, text)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
 import torch
+from ray.actor import ActorHandle
 
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
@@ -46,6 +47,11 @@ class CheckedEngines:
         if self.config.actor.dtype == "bfloat16" and reference and reference.rounding:
             mean = min(_FLOOR * reference.rounding.outputs["logprob mean"], _MOST)
         return mean, bias, largest
+
+    def name_workers(self) -> dict[str, ActorHandle]:
+        """Return Ray's handles of all processes by the names that messages use."""
+        ranks = {f"{self.actor.name} rank {rank}": worker for rank, worker in enumerate(self.actor.workers)}
+        return ranks | self.rollouts.name_workers()
 
     @property
     def is_exact(self) -> bool:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 from support.factors import PLATFORMS
@@ -50,6 +51,25 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
     assert "(HuggingFace " in lines["layouts"] and "(HuggingFace " in lines["gradients"]
     moved = re.fullmatch(r"logprobs moved by (\S+) on average, expected (\S+)", lines["weight sync"])
     assert float(moved[1]) >= float(moved[2]) >= 100 * 2e-5, "a step away, and not a little"
+
+
+@pytest.mark.large
+def test_a_rank_that_dies_is_named(cluster, make_hf_model):
+    """The other rank waits for it in a collective, and may tell of a lost connection first."""
+    from rlworker.checks.check import run_check
+
+    def kill_a_rank(told: str) -> None:
+        if told == "gradients: thd":
+            ranks = [
+                each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"][:1] == ["ray::TrainWorker"]
+            ]
+            max(ranks, key=lambda rank: rank.pid).kill()
+
+    found = run_check(
+        CheckConfig(model=make_hf_model("llama", False), actor=MegatronConfig(ranks=2, tp=2)), kill_a_rank
+    )
+    assert (found[-1].check, found[-1].outcome) == ("gradients", "FAILED")
+    assert re.match(r"raised: actor rank [01] died", found[-1].text), found[-1].text
 
 
 @pytest.mark.parametrize(
