@@ -60,10 +60,9 @@ def test_a_rank_that_dies_is_named(cluster, make_hf_model):
 
     def kill_a_rank(told: str) -> None:
         if told == "gradients: thd":
-            ranks = [
-                each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"][:1] == ["ray::TrainWorker"]
-            ]
-            max(ranks, key=lambda rank: rank.pid).kill()
+            processes = psutil.Process().children(recursive=True)
+            ranks = [process for process in processes if process.cmdline()[:1] == ["ray::TrainWorker"]]
+            ranks[-1].kill()
 
     found = run_check(
         CheckConfig(model=make_hf_model("llama", False), actor=MegatronConfig(ranks=2, tp=2)), kill_a_rank
