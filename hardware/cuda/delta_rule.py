@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -129,9 +128,12 @@ def build_plan(spec: MaskSpec, kernel: Kernel, device: torch.device | str = "cpu
         own = bounds[first : last + 1] - bounds[first]
         sources = to_device(row[parent[first:last]], device) if calls else None
         calls.append(RunsCall(int(own[-1]), to_device(own, device), torch.from_numpy(own), sources))
-    fields: dict[str, Any] = {
-        "slots": to_device(np.where(position >= 0, slots, total)[None], device),
-        "filled": to_device(filled[None], device),
-        "places": to_device(places.reshape(spec.cp, -1)[spec.cp_rank], device),
-    }
-    return FlaPlan(**fields, counts=(1,), sources=(None,), kernel=kernel, calls=tuple(calls))
+    return FlaPlan(
+        to_device(np.where(position >= 0, slots, total)[None], device),
+        to_device(filled[None], device),
+        to_device(places.reshape(spec.cp, -1)[spec.cp_rank], device),
+        (1,),
+        (None,),
+        kernel,
+        tuple(calls),
+    )

@@ -14,8 +14,9 @@ from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, name_place
 from hardware.attention.contract import NotEmulatedError, SilentError
 from hardware.attention.delta_rule import DeltaPlan, step_delta_rule
+from hardware.attention.mask_spec import Sharing
 from hardware.attention.rules import CAUSAL, Rule
-from hardware.cuda.delta_rule import FlaPlan
+from hardware.cuda.delta_rule import FlaPlan, build_plan
 from hardware.cuda.emulator.delta_rule import MAX_KEY, REQUIREMENTS, chunk_gated_delta_rule
 from hardware.platforms import get_platform
 
@@ -196,6 +197,15 @@ def test_cuda_takes_fla_where_it_is_installed(fla, head):
     (call,) = fla["calls"]
     assert call["cu_seqlens"].tolist() == call["cu_seqlens_cpu"].tolist() == [0, 8, 15, 24]
     assert plan.join(out).shape == (18, GROUPS, RATIO, VALUE) and out.dtype == torch.bfloat16
+
+
+def test_a_plan_travels_and_its_bounds_stay_on_the_host_too(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    layout = Layout.build((9, 12, 4), "thd", sharing=Sharing((0, 0, 2), (0, 6, 0)))
+    plan = build_plan(layout.build_mask_spec(), chunk_gated_delta_rule, "meta")
+    moved = [plan.slots, plan.filled, plan.places, plan.calls[1].sources, *(call.bounds for call in plan.calls)]
+    assert {x.device.type for x in moved} == {"meta"}
+    assert [call.host_bounds.tolist() for call in plan.calls] == [[0, 9, 16], [0, 6, 12]]
 
 
 @pytest.mark.parametrize(
