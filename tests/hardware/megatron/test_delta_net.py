@@ -93,6 +93,7 @@ def probe_calls(rank, world, address, folder):
     return found
 
 
+@pytest.mark.large
 def test_runs_that_kernels_are_not_told_of_are_named(one_rank, make_hf_model):
     (found,) = one_rank.run(probe_calls, draw_address(), make_hf_model(STATE_FAMILIES[0], False))
     right, wrong = found
