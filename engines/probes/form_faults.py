@@ -120,13 +120,19 @@ def run_convolutions_on() -> list[Patch]:
     """Let a convolution read the slots before a sequence's first, which are another sequence's."""
     import torch
 
-    from hardware.attention.delta_rule import TAIL
+    from hardware.attention.delta_rule import TAIL, DeltaPlan
 
-    def change(plan):
-        before = plan.slots[:, TAIL : TAIL + 1] + torch.arange(-TAIL, 0, device=plan.slots.device)
-        return replace(plan, slots=torch.cat([before.clamp(min=0), plan.slots[:, TAIL:]], dim=1))
+    def wrap(cut):
+        def run_on(plan, rows):
+            slots = plan.slots.clone()
+            for _ in range(TAIL):  # from a first token back, where no slot is
+                begins = (slots[:, :-1] == len(rows)) & (slots[:, 1:] < len(rows))
+                slots[:, :-1] = torch.where(begins, (slots[:, 1:] - 1).clamp(min=0), slots[:, :-1])
+            return cut(replace(plan, slots=slots), rows)
 
-    return _change_plans(lambda build: lambda *args: change(build(*args)))
+        return run_on
+
+    return [(DeltaPlan, "cut", wrap)]
 
 
 def run_states_on() -> list[Patch]:
@@ -136,7 +142,7 @@ def run_states_on() -> list[Patch]:
     def wrap(cut):
         return lambda spec: [(*run[:3], number - 1) for number, run in enumerate(cut(spec))]
 
-    return [(delta_rule, "_cut_runs", wrap)]
+    return [(delta_rule, "cut_runs", wrap)]
 
 
 def run_convolutions_and_states_on() -> list[Patch]:
@@ -162,7 +168,7 @@ def begin_states_a_token_late() -> list[Patch]:
 
         return cut_late
 
-    return [(delta_rule, "_cut_runs", wrap)]
+    return [(delta_rule, "cut_runs", wrap)]
 
 
 def forget_states_of_prompts() -> list[Patch]:
@@ -172,10 +178,4 @@ def forget_states_of_prompts() -> list[Patch]:
     def wrap(cut):
         return lambda spec: [(*run[:3], -1 if spec.begins[run[0]] == run[1] else run[3]) for run in cut(spec)]
 
-    return [(delta_rule, "_cut_runs", wrap)]
-
-
-def _change_plans(wrap: Callable) -> list[Patch]:
-    from hardware.attention.delta_rule import DeltaPlan
-
-    return [(DeltaPlan, "build", wrap)]
+    return [(delta_rule, "cut_runs", wrap)]

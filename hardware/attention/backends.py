@@ -42,13 +42,23 @@ def _rows(bshd: dict, thd: dict, bshd_cp: dict, thd_cp: dict) -> Rows:
     return {place: no_state | cells for place, cells in rows.items()}
 
 
+def _states(how: str, evidence: Evidence) -> Rows:
+    no_mask = _all(_no("a state hears all of the past of its sequence", "a backend of attention", has_stand_in=False))
+    cells = no_mask | {"state": _said(how, evidence)}
+    gathered = no_mask | {"state": _said(f"tokens gathered over the ranks; {how}", evidence)}
+    return _rows(cells, cells, gathered, gathered)
+
+
 def _torch_delta() -> Rows:
     """The gated delta rule and its convolution in torch (``hardware.attention.delta_rule``)."""
     begin = "states and convolutions begin anew where the MaskSpec says that a sequence begins, and after its prompt's"
-    no_mask = _all(_no("a state hears all of the past of its sequence", "a backend of attention", has_stand_in=False))
-    cells = no_mask | {"state": _said(begin, "executed")}
-    gathered = no_mask | {"state": _said(f"tokens gathered over the ranks; {begin}", "executed")}
-    return _rows(cells, cells, gathered, gathered)
+    return _states(begin, "executed")
+
+
+def _fla_delta() -> Rows:
+    """fla-core 0.6.0 ``chunk_gated_delta_rule``: int64 cu_seqlens over one row, fp16 and bf16, states in fp32."""
+    calls = "cu_seqlens, a run up to where others go on from it; these in a next call, its final state as initial_state"
+    return _states(calls, "emulated")
 
 
 def _torch_sdpa() -> Rows:
@@ -118,6 +128,7 @@ def _npu(mode: int) -> Rows:
 BACKENDS: dict[str, Rows] = {
     "torch_sdpa": _torch_sdpa(),
     "torch_varlen": _torch_varlen(),
+    "fla_delta": _fla_delta(),
     "torch_delta": _torch_delta(),
     **{f"npu_mode{mode}": _npu(mode) for mode in (1, 2, 3, 4)},
 }

@@ -63,10 +63,7 @@ class DeltaPlan:
         Raises:
             ValueError: no sequence has a token.
         """
-        runs = _cut_runs(spec)
-        if not runs:
-            raise ValueError(f"DeltaPlan: a micro-batch needs at least one token, got lengths {spec.lengths}")
-        sequence, start, end, parent = (np.asarray(column) for column in zip(*runs, strict=True))
+        sequence, start, end, parent = (np.asarray(column) for column in zip(*cut_runs(spec), strict=True))
         size = min(CHUNK, 1 << (int((end - start).max()) - 1).bit_length())
         owner, step, level, source = _number_chunks(-(-(end - start) // size), parent)
         # Within a level those with most chunks to come are first, so that the states to go on from are first as well.
@@ -80,7 +77,7 @@ class DeltaPlan:
         owner, step = owner[order], step[order]
         position = (start[owner] + step * size)[:, None] + np.arange(-TAIL, size)  # [chunks, TAIL + C]
         exists = (position >= 0) & (position < end[owner, None])
-        slots = _locate_slots(spec, sequence[owner, None], np.clip(position, 0, end[owner, None] - 1))
+        slots = find_slots(spec, sequence[owner, None], np.clip(position, 0, end[owner, None] - 1))
         total, filled = sum(spec.padded), exists[:, TAIL:]
         places = np.zeros(total, np.int64)
         places[slots[:, TAIL:][filled]] = np.flatnonzero(filled)
@@ -104,13 +101,20 @@ class DeltaPlan:
         """
         return chunks.flatten(0, 1).index_select(0, self.places)
 
+    def apply_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Apply the rule to the chunks of this plan, as ``delta_rule`` does; a plan of a platform calls its kernels."""
+        return delta_rule(query, key, value, decay, beta, self)
 
-def _cut_runs(spec: MaskSpec) -> list[tuple[int, int, int, int]]:
+
+def cut_runs(spec: MaskSpec) -> list[tuple[int, int, int, int]]:
     """Cut the tokens that each sequence has slots for where another goes on from them.
 
     Returns:
         for each run its sequence, its first position, the position after it, and the run whose state it begins with, or
         -1. That run comes before it.
+
+    Raises:
+        ValueError: no sequence has a token.
     """
     begins, owners = spec.begins.tolist(), spec.sharing.owners if spec.sharing else range(len(spec.lengths))
     points = [{*ends} for ends in zip(begins, spec.lengths, strict=True)]
@@ -118,6 +122,8 @@ def _cut_runs(spec: MaskSpec) -> list[tuple[int, int, int, int]]:
         if begin:
             points[owner].add(begin)
     runs = [(number, *run) for number, cuts in enumerate(points) for run in pairwise(sorted(cuts))]
+    if not runs:
+        raise ValueError(f"DeltaPlan: a micro-batch needs at least one token, got lengths {spec.lengths}")
     runs.sort(key=lambda run: run[1])
     numbers = {(number, end): i for i, (number, _, end) in enumerate(runs)}
     parents = [
@@ -131,7 +137,7 @@ def _number_chunks(counts: np.ndarray, parent: np.ndarray) -> tuple[np.ndarray, 
     """Return run, number within it, level and source of each chunk, run after run; a source of the first level is -1.
 
     Args:
-        counts: chunks of each run. parent: as in ``_cut_runs``.
+        counts: chunks of each run. parent: as in ``cut_runs``.
     """
     run, step = expand_counts(counts)
     first = [0] * len(counts)  # the level of each run's first chunk
@@ -142,7 +148,7 @@ def _number_chunks(counts: np.ndarray, parent: np.ndarray) -> tuple[np.ndarray, 
     return run, step, np.asarray(first)[run] + step, source
 
 
-def _locate_slots(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+def find_slots(spec: MaskSpec, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Return the slot of each position among those of all ranks, in Megatron's order. The arrays broadcast."""
     keys, rows = spec.locate_keys(sequence, position), len(spec.padded) if spec.kind == "bshd" else 1
     slots = sum(spec.padded) // spec.cp  # of a rank, as [b, s]

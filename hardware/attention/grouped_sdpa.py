@@ -4,6 +4,7 @@ So no mask ever covers a whole pack.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, list_zigzag_positions, locate_gathered_keys
 from hardware.attention.rules import Rule
 from hardware.transfer import to_device
+
+if TYPE_CHECKING:  # models without states load nothing of them
+    from hardware.attention.delta_rule import DeltaPlan
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,16 @@ class GroupedPlan:
     slot_row: Tensor | None = None
 
 
-def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
-    """Build the inputs of ``attend_groups``, for rules that the capability table accepts."""
+def build_attention_inputs(
+    spec: MaskSpec, rotary: tuple[Tensor, Tensor], delta: "DeltaPlan | None" = None
+) -> AttentionInputs:
+    """Build the inputs of ``attend_groups``, for rules that the capability table accepts.
+
+    Args:
+        delta: as in ``AttentionInputs.build``.
+    """
     plan = _plan_bshd if spec.kind == "bshd" else _plan_thd
-    return AttentionInputs.build(spec, rotary, plan(spec, rotary[0]))
+    return AttentionInputs.build(spec, rotary, plan(spec, rotary[0]), delta)
 
 
 def _group(spec: MaskSpec, members: np.ndarray, own: int, like: Tensor, begin: int = 0) -> Group:

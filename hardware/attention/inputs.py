@@ -43,10 +43,16 @@ class AttentionInputs:
     deepstack: Any = None
 
     @classmethod
-    def build(cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any) -> AttentionInputs:
-        """Build the inputs from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` takes it."""
-        (cos, sin), delta = rotary, None
-        if any(rule.state for rule in spec.rules):
+    def build(
+        cls, spec: MaskSpec, rotary: tuple[Tensor, Tensor], plan: Any, delta: DeltaPlan | None = None
+    ) -> AttentionInputs:
+        """Build the inputs from ``rotary`` ``[kinds, b, s, d]``, as ``Platform.build_attention_inputs`` takes it.
+
+        Args:
+            delta: a platform's own plan of states; None computes them in torch.
+        """
+        cos, sin = rotary
+        if delta is None and any(rule.state for rule in spec.rules):
             from hardware.attention.delta_rule import DeltaPlan
 
             delta = DeltaPlan.build(spec, cos.device)

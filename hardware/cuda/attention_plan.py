@@ -7,6 +7,7 @@ key. So a first call computes every slot as causal, and a second call recomputes
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, expand_counts
 from hardware.attention.rules import Rule, count_tokens_before
 from hardware.transfer import to_device
+
+if TYPE_CHECKING:  # models without states load nothing of them
+    from hardware.attention.delta_rule import DeltaPlan
 
 
 @dataclass(frozen=True)
@@ -90,17 +94,22 @@ class _Places:
         return first, np.diff(first, append=len(self.position))
 
 
-def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor]) -> AttentionInputs:
+def build_attention_inputs(
+    spec: MaskSpec, rotary: tuple[Tensor, Tensor], delta: "DeltaPlan | None" = None
+) -> AttentionInputs:
     """Build the inputs of CUDA's core attention, for rules that the capability table accepts.
 
     They are for ``varlen_attn`` if it takes the heads, else for grouped SDPA.
+
+    Args:
+        delta: as in ``AttentionInputs.build``.
 
     Raises:
         ValueError: a rule sees images both ways, and the tokens of an image are not adjacent.
     """
     # Rows end to end are a pack too, of sequences that are all padded to one length.
     pack = spec if spec.kind == "thd" else replace(spec, kind="thd")
-    return AttentionInputs.build(spec, rotary, _plan_pack(pack, rotary[0].device))
+    return AttentionInputs.build(spec, rotary, _plan_pack(pack, rotary[0].device), delta)
 
 
 def _plan_pack(spec: MaskSpec, device: torch.device) -> VarlenPlan:

@@ -26,6 +26,11 @@ class EmulatedCudaPlatform(CudaAttention, CpuPlatform):
     stand_in = "cuda-emulated"
     varlen_types = (*CudaPlatform.varlen_types, "float32")
 
+    def find_state_kernel(self):
+        from hardware.cuda.emulator.delta_rule import chunk_gated_delta_rule
+
+        return chunk_gated_delta_rule
+
     def init_process(self, local_rank: int):
         from hardware.cuda.emulator.operator import install
 

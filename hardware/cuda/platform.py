@@ -14,7 +14,7 @@ from hardware.platform import KernelMemory, Node, Platform
 class CudaAttention:
     """Lowering and core attention of CUDA, which the emulated platform shares."""
 
-    attention_backends = ("torch_varlen", "torch_sdpa", "torch_delta")
+    attention_backends = ("torch_varlen", "torch_sdpa", "fla_delta", "torch_delta")
     varlen_types: tuple[str, ...] = ("bfloat16", "float16")
     max_pack_sequences = None
 
@@ -31,10 +31,29 @@ class CudaAttention:
 
         head, dtype = rotary[0].shape[-1], str(rotary[0].dtype).removeprefix("torch.")
         takes = dtype in self.varlen_types and head <= MAX_HEAD and head % HEAD_UNIT == 0
-        backend = "torch_varlen" if takes else "torch_sdpa"
+        has_states = any(rule.state for rule in spec.rules)
+        kernel = self.find_state_kernel() if has_states and dtype in self.varlen_types else None
+        backends = "torch_varlen" if takes else "torch_sdpa", "fla_delta" if kernel else "torch_delta"
         for rule in set(spec.rules):
-            find_backend((backend, "torch_delta"), spec.kind, spec.cp, rule, override)
-        return varlen(spec, rotary) if takes else grouped(spec, rotary)
+            find_backend(backends, spec.kind, spec.cp, rule, override)
+        delta = None
+        if kernel:
+            from hardware.cuda.delta_rule import build_plan
+
+            delta = build_plan(spec, kernel, rotary[0].device)
+        return varlen(spec, rotary, delta) if takes else grouped(spec, rotary, delta)
+
+    def find_state_kernel(self):
+        """Return the function that computes the gated delta rule in 16 bits; None leaves it to torch.
+
+        FLA tries its tilings against the clock. So another process may add up in another order, and where results are
+        to repeat torch computes the rule.
+        """
+        import torch
+
+        from hardware.cuda.delta_rule import find_kernel
+
+        return None if torch.are_deterministic_algorithms_enabled() else find_kernel()
 
     def build_contract(self, device):
         from hardware.cuda.emulator.examples import build_contract

@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
-from hardware.attention.delta_rule import DeltaPlan, convolve, delta_rule
+from hardware.attention.delta_rule import DeltaPlan, convolve
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
 from hardware.megatron.form import DeltaNet
@@ -86,7 +86,7 @@ class GatedDeltaNet(MegatronModule):
         a, b = chunks[:, -mixed.shape[1] :, :, net.convolved :].split(net.ratio, dim=-1)  # [chunks, C, G, R] each
         a_log, dt_bias = (x.view(self.heads, net.ratio).float() for x in (a_log, dt_bias))
         decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
-        out = delta_rule(query, key, value.unflatten(-1, (net.ratio, -1)), decay, b.float().sigmoid(), plan)
+        out = plan.apply_rule(query, key, value.unflatten(-1, (net.ratio, -1)), decay, b.float().sigmoid())
         return plan.join(out).to(rows.dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets: Any = (), metadata: Any = None):

@@ -146,6 +146,14 @@ def test_states_that_are_handed_on(pool_of, make_hf_model, measured, size, setti
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("size", ["one", "TP2-CP2"])
+@pytest.mark.parametrize("make", [(), (make_forked, "tree")], ids=["groups", "a tree"])
+def test_states_that_are_handed_on_by_calls_of_fla(pool_of, make_hf_model, measured, size, make):
+    case = make_hf_model(STATE_FAMILIES[0], True), parse_size(size) | SETTINGS["cut, core again"], "cuda-emulated"
+    compare(pool_of(size), measured, f"states by FLA {size}", *case, *make)
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("size", ["one", "TP2-EP2"])
 @pytest.mark.parametrize("family", STATE_EXPERT_FAMILIES)
 def test_states_that_are_handed_on_beside_experts(pool_of, make_hf_model, measured, size, family):

@@ -204,8 +204,12 @@ def test_states_and_experts(compare, size, family, layout):
     ("size", "family"), [("CP2", STATE_FAMILIES[0]), *(("CP2-EP2", family) for family in STATE_EXPERT_FAMILIES)]
 )
 def test_states_on_emulated_platforms(compare, size, family, platform, layout):
-    """Layers with a state are computed by torch there, those of attention by the platform's calls."""
+    """On CUDA by the calls of FLA's function, on an NPU by torch; layers of attention by the platform's calls."""
     compare(size, family, False, {"layout": layout}, platform)
+
+
+def test_states_by_calls_of_fla(compare):
+    compare("one", STATE_FAMILIES[0], False, {"layout": "thd", "recompute": "core"}, "cuda-emulated")
 
 
 @matrix({"family": EXPERT_FAMILIES, "layout": LAYOUTS, "recompute": RECOMPUTE, "micro": tuple(MICRO)})

@@ -50,7 +50,8 @@ NPU = {
 }
 """What this file, and test_core_attention.py for those under context parallelism, run through the emulated operator."""
 EMULATED = NPU | {("torch_varlen", kind, cp, rule) for kind, cp in PLACES_OF for rule in MASKS}
-"""test_core_attention.py runs ``varlen_attn`` like SDPA."""
+EMULATED |= {("fla_delta", kind, cp, "state") for kind, cp in PLACES_OF}
+"""test_core_attention.py runs ``varlen_attn`` like SDPA, and test_delta_rule.py FLA's function like states in torch."""
 
 
 def spec_of(kind: str, rule: Rule) -> MaskSpec:

@@ -1,7 +1,9 @@
-"""The gated delta rule by chunks, over packs, rows and shared beginnings, against the loop over one sequence."""
+"""The gated delta rule by chunks, over packs, rows and shared beginnings, against the loop over one sequence; and the
+calls of FLA's kernels, which are emulated."""
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,14 +16,16 @@ from hardware.attention.delta_rule import (
     DeltaPlan,
     continue_delta_rule,
     convolve,
-    delta_rule,
     step_delta_rule,
 )
 from hardware.attention.mask_spec import MaskSpec, Sharing
+from hardware.cuda.delta_rule import build_plan
+from hardware.cuda.emulator.delta_rule import chunk_gated_delta_rule
 from rlworker.checks.device.attention import LENGTHS, SHARED, find_holding_tokens
 
 GROUPS, RATIO, KEY, VALUE, TAPS = 2, 2, 8, 16, TAIL + 1
 MIXED = GROUPS * (2 * KEY + RATIO * VALUE)
+BUILDS = {"torch": DeltaPlan.build, "fla": partial(build_plan, kernel=chunk_gated_delta_rule)}
 LIMIT, LEAK = 1e-5, 1e-1
 """Largest difference to the loop, relative to the largest number; a leak is at least so large."""
 
@@ -53,7 +57,7 @@ def apply(rows: Tensor, weight: Tensor, plan: DeltaPlan) -> Tensor:
     """Convolve and apply the rule to the slots of all ranks; this rank's slots ``[slots, G, R, dv]``."""
     chunks = plan.cut(rows)
     mixed = convolve(chunks[..., :MIXED], weight)
-    return plan.join(delta_rule(*split_rows(mixed, chunks[:, TAIL:, MIXED:]), plan))
+    return plan.join(plan.apply_rule(*split_rows(mixed, chunks[:, TAIL:, MIXED:])))
 
 
 def run_steps(lengths, holders, rows, weight) -> Tensor:
@@ -84,44 +88,47 @@ def compare(got: Tensor, want: Tensor, inputs: tuple[Tensor, ...]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True))
 
 
-def check(lengths, *, kind="thd", tp=1, cp=1, slots=0, sharing=None) -> None:
+def check(lengths, build="torch", *, kind="thd", tp=1, cp=1, slots=0, sharing=None) -> None:
     settings = dict(tp=tp, cp=cp, slots=slots, sharing=sharing)
     layouts = [Layout.build(lengths, kind, cp_rank=rank, **settings) for rank in range(cp)]
     holders = torch.arange(sum(lengths)) if sharing is None else find_holding_tokens(lengths, sharing)
     inputs = draw_inputs(sum(lengths))
     want = run_steps(lengths, holders, *inputs)
-    assert compare(run_chunks(layouts, holders, *inputs), want, inputs) <= LIMIT
+    assert compare(run_chunks(layouts, holders, *inputs, BUILDS[build]), want, inputs) <= LIMIT
 
 
+@pytest.mark.parametrize("build", ["torch", pytest.param("fla", marks=pytest.mark.large)])
 @pytest.mark.parametrize("lengths", [(2048,), (128,) * 16, (5, 400, 63, 64, 65, 1, 128, 129, 390, 803)], ids=len)
-def test_the_rule_at_2048_tokens(lengths):
+def test_the_rule_at_2048_tokens(lengths, build):
     assert sum(lengths) == 2048
-    check(lengths)
+    check(lengths, build)
 
 
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=len)
-def test_layouts(lengths, kind, cp):
-    check(lengths, kind=kind, cp=cp, tp=2)
+def test_layouts(lengths, kind, cp, build):
+    check(lengths, build, kind=kind, cp=cp, tp=2)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("pack", SHARED, ids=["groups", "a tree"])
-@pytest.mark.parametrize("chunk", [4, 64])
-def test_shared_beginnings(monkeypatch, pack, cp, chunk):
+@pytest.mark.parametrize(("build", "chunk"), [("torch", 4), ("torch", 64), ("fla", 64)])
+def test_shared_beginnings(monkeypatch, pack, cp, build, chunk):
     monkeypatch.setattr(module, "CHUNK", chunk)
-    check(pack[0], cp=cp, sharing=pack[1], slots=96)
+    check(pack[0], build, cp=cp, sharing=pack[1], slots=96)
 
 
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.large) for seed in range(1, 6))])
-def test_random_layouts(monkeypatch, seed):
+def test_random_layouts(monkeypatch, seed, build):
     draw = random.Random(seed)
     for _ in range(12):
         lengths, sharing = draw_pack(draw)
         monkeypatch.setattr(module, "CHUNK", draw.choice([1, 2, 8, 64]))
         kind = "thd" if sharing else draw.choice(["bshd", "thd"])
-        check(lengths, kind=kind, tp=draw.choice([1, 2]), cp=draw.choice([1, 2]), sharing=sharing)
+        check(lengths, build, kind=kind, tp=draw.choice([1, 2]), cp=draw.choice([1, 2]), sharing=sharing)
 
 
 def draw_pack(draw: random.Random) -> tuple[tuple[int, ...], Sharing | None]:
@@ -172,60 +179,97 @@ def test_the_documented_example(monkeypatch):
     assert plan.filled.tolist() == [[True, True], [True, False], [True, False], [True, False]]
 
 
-def test_without_a_token_there_is_no_plan():
+def test_the_documented_example_of_calls():
+    """With a tail of three tokens, of which the first is left out."""
+    layout = Layout.build((3, 3, 1), "thd", sharing=Sharing((0, 0, 2), (0, 2, 0)))
+    plan = BUILDS["fla"](layout.build_mask_spec())
+    first, second = plan.calls
+    assert plan.slots.tolist() == [[5, 5, 5, 0, 1, 5, 5, 5, 4, 5, 0, 1, 2, 5, 0, 1, 3]]
+    assert [place for place, filled in enumerate(plan.filled[0].tolist()) if filled] == [0, 1, 5, 9, 13]
+    assert (first.slots, first.bounds.tolist(), first.sources) == (9, [0, 5, 9], None)
+    assert (second.slots, second.bounds.tolist(), second.sources.tolist()) == (5, [0, 4, 5], [0, 0])
+    assert plan.places.tolist() == [0, 1, 9, 13, 5]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_without_a_token_there_is_no_plan(build):
     with pytest.raises(ValueError, match="needs at least one token"):
-        DeltaPlan.build(MaskSpec("thd", (0, 0), (4, 4)))
+        BUILDS[build](MaskSpec("thd", (0, 0), (4, 4)))
 
 
 # -- leaks, each planted by itself
 
 
-def run_convolution_on(spec: MaskSpec) -> DeltaPlan:
+def run_convolution_on(spec: MaskSpec, make):
     """Read the slots before a sequence's first, whoever has them."""
-    plan = DeltaPlan.build(spec)
-    before = (plan.slots[:, TAIL : TAIL + 1] + torch.arange(-TAIL, 0)).clamp(min=0)
-    return replace(plan, slots=torch.cat([before, plan.slots[:, TAIL:]], dim=1))
+    plan = make(spec)
+    slots = plan.slots.clone()
+    for _ in range(TAIL):
+        begins = (slots[:, :-1] == sum(spec.padded)) & (slots[:, 1:] < sum(spec.padded))
+        slots[:, :-1] = torch.where(begins, (slots[:, 1:] - 1).clamp(min=0), slots[:, :-1])
+    return replace(plan, slots=slots)
 
 
-def carry_states_on(spec: MaskSpec) -> DeltaPlan:
-    """Begin each sequence with the state after the one before."""
-    runs = module._cut_runs(spec)
-    carried = [(*run[:3], number - 1) for number, run in enumerate(runs)]
+def make_of(runs, spec: MaskSpec, make):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_cut_runs", lambda spec: carried)
-        return DeltaPlan.build(spec)
+        patch.setattr(module, "cut_runs", lambda spec: runs)
+        return make(spec)
 
 
-def move_boundary(spec: MaskSpec) -> DeltaPlan:
+def carry_states_on(spec: MaskSpec, make):
+    """Begin each sequence with the state after the one before."""
+    return make_of([(*run[:3], number - 1) for number, run in enumerate(module.cut_runs(spec))], spec, make)
+
+
+def move_boundary(spec: MaskSpec, make):
     first, second, *others = spec.lengths
     moved = (first + 1, second - 1, *others)
-    return DeltaPlan.build(MaskSpec("thd", moved, moved))
+    return make(MaskSpec("thd", moved, moved))
 
 
-def forget_prompts(spec: MaskSpec) -> DeltaPlan:
+def forget_prompts(spec: MaskSpec, make):
     """Begin the own tokens of a sequence with no state, though its first tokens are another's."""
-    runs = module._cut_runs(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_cut_runs", lambda spec: [(*run[:3], -1) for run in runs])
-        return DeltaPlan.build(spec)
+    return make_of([(*run[:3], -1) for run in module.cut_runs(spec)], spec, make)
+
+
+def join_bounds(spec: MaskSpec, make):
+    """Tell the kernels of one sequence."""
+    plan = make(spec)
+    one = [replace(call, bounds=call.bounds[[0, -1]], host_bounds=call.host_bounds[[0, -1]]) for call in plan.calls]
+    return replace(plan, calls=tuple(one))
+
+
+def hand_on_to_the_next(spec: MaskSpec, make):
+    """Begin the own tokens of a sequence with the state after another's prompt."""
+    plan = make(spec)
+    first, second = plan.calls
+    return replace(plan, calls=(first, replace(second, sources=second.sources.roll(1))))
+
+
+PROMPTS = Sharing((0, 0, 0), (0, 30, 30))
+LEAKS = {
+    "convolution": (run_convolution_on, None),
+    "state": (carry_states_on, None),
+    "off by one": (move_boundary, None),
+    "a prompt's state": (forget_prompts, PROMPTS),
+}
 
 
 @pytest.mark.parametrize(
-    ("build", "sharing"),
+    ("leak", "sharing", "build"),
     [
-        (run_convolution_on, None),
-        (carry_states_on, None),
-        (move_boundary, None),
-        (forget_prompts, Sharing((0, 0, 0), (0, 30, 30))),
+        *((*leak, build) for build in BUILDS for leak in LEAKS.values()),
+        (join_bounds, None, "fla"),
+        (hand_on_to_the_next, Sharing((0, 1, 0, 1), (0, 0, 30, 30)), "fla"),
     ],
-    ids=["convolution", "state", "off by one", "a prompt's state"],
 )
-def test_a_leak_is_large(build, sharing):
-    lengths = (70, 40, 33)
+def test_a_leak_is_large(leak, sharing, build):
+    lengths = (70, 40, 33, 36)[: len(sharing.owners) if sharing else 3]
     layouts = [Layout.build(lengths, "thd", sharing=sharing)]
     holders = torch.arange(sum(lengths)) if sharing is None else find_holding_tokens(lengths, sharing)
     inputs = draw_inputs(sum(lengths))
     want = run_steps(lengths, holders, *inputs)
-    wrong, right = (run_chunks(layouts, holders, *inputs, make) for make in (build, DeltaPlan.build))
+    make = BUILDS[build]
+    wrong, right = (run_chunks(layouts, holders, *inputs, made) for made in (partial(leak, make=make), make))
     assert float((wrong - want).abs().max() / want.abs().max()) >= LEAK
     assert compare(wrong, want, inputs) >= LEAK and compare(right, want, inputs) <= LIMIT

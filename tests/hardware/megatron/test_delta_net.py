@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from support.factors import LAYOUTS, STATE_EXPERT_FAMILIES, STATE_FAMILIES, parse_size
@@ -20,10 +21,10 @@ LEAST = 1e-1
 """Change of a logit that a leak makes at least, of logits up to about 5."""
 
 
-def probe(rank, world, address, folder, settings, faults):
+def probe(rank, world, address, folder, settings, faults, platform="cpu"):
     """For each fault: in each layout what the probe of layers found on this rank, in thd what that of the whole model
     did, and how far logits are from those without a fault; ``""`` plants none."""
-    engine = build_engine(rank, world, address, folder, settings)
+    engine = build_engine(rank, world, address, folder, settings, platform)
     from engines.probes.megatron import probe_attention, probe_tokens
 
     _, shard = plan(engine, make_batch())
@@ -43,22 +44,24 @@ def probe(rank, world, address, folder, settings, faults):
 
 @pytest.mark.large
 @pytest.mark.parametrize(
-    ("size", "family"),
+    ("size", "family", "platform"),
     [
-        *((size, STATE_FAMILIES[0]) for size in ("one", "TP2", "CP2", "PP2", "TP2-CP2")),
-        *((size, family) for size in ("one", "TP2", "DP2-EP2") for family in STATE_EXPERT_FAMILIES),
+        *((size, STATE_FAMILIES[0], "cpu") for size in ("one", "TP2", "CP2", "PP2", "TP2-CP2")),
+        *((size, family, "cpu") for size in ("one", "TP2", "DP2-EP2") for family in STATE_EXPERT_FAMILIES),
+        *((size, STATE_FAMILIES[0], "cuda-emulated") for size in ("one", "TP2-CP2")),
     ],
 )
-def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size, family):
-    case = draw_address(), make_hf_model(family, False), parse_size(size), [""]
+def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size, family, platform):
+    case = draw_address(), make_hf_model(family, False), parse_size(size), [""], platform
     for rank in pool_of(size).run(probe, *case):
         assert rank[""] == ({"bshd": [], "thd": [], "tokens": []}, 0.0)
 
 
 @pytest.mark.large
-def test_every_leak_is_named(one_rank, make_hf_model, measured):
+@pytest.mark.parametrize("platform", ["cpu", "cuda-emulated"])
+def test_every_leak_is_named(one_rank, make_hf_model, measured, platform):
     assert all(FAULTS[name].found_by == "attention" for name in LEAKS)
-    (rank,) = one_rank.run(probe, draw_address(), make_hf_model(STATE_FAMILIES[0], False), {}, LEAKS)
+    (rank,) = one_rank.run(probe, draw_address(), make_hf_model(STATE_FAMILIES[0], False), {}, LEAKS, platform)
     for name, (influences, moved) in rank.items():
         layers = influences["thd"]
         assert len(layers) == 3, f"{name}: in each layer with a state"
@@ -66,6 +69,36 @@ def test_every_leak_is_named(one_rank, make_hf_model, measured):
         assert influences["tokens"][0].leaks["a neighbour in the pack"] > 0, name
         measured({name: moved})
         assert moved >= LEAST, name
+
+
+def probe_calls(rank, world, address, folder):
+    """What the probe finds in layers whose kernels get one sequence for each call, in place of the runs; and without
+    that."""
+    engine, found = build_engine(rank, world, address, folder, {}, "cuda-emulated"), []
+    from engines.probes.megatron import probe_attention
+    from hardware.cuda import delta_rule
+
+    build = delta_rule.build_plan
+
+    def join_bounds(*args):
+        plan = build(*args)
+        joined = [
+            replace(call, bounds=call.bounds[[0, -1]], host_bounds=call.host_bounds[[0, -1]]) for call in plan.calls
+        ]
+        return replace(plan, calls=tuple(joined))
+
+    for make in (build, join_bounds):
+        with patch.object(delta_rule, "build_plan", make):
+            found.append(probe_attention(engine, "thd", Rule(state=True), CASE))
+    return found
+
+
+@pytest.mark.large
+def test_runs_that_kernels_are_not_told_of_are_named(one_rank, make_hf_model):
+    (found,) = one_rank.run(probe_calls, draw_address(), make_hf_model(STATE_FAMILIES[0], False))
+    right, wrong = found
+    assert right == [] and len(wrong) == 3, "in each layer with a state"
+    assert all(layer.leaks["a neighbour in the pack"] > 0 for layer in wrong)
 
 
 def probe_forgetful(rank, world, address, folder):
