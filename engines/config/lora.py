@@ -1,14 +1,18 @@
 """Settings of low-rank adapters."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from engines.models.adapter_folder import check_adapter_folder
-from engines.models.adapters import GROUPS, Adapter, list_adapters, list_targets
+from engines.models.adapter_folder import WEIGHTS, check_adapter_folder
+from engines.models.adapters import GROUPS, Adapter, draw_adapters, list_adapters, list_targets
 from engines.models.spec import ModelSpec
 from engines.validation import FINITE, check_types
+
+if TYPE_CHECKING:  # settings are read before anything takes the time to import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,14 @@ class LoraConfig:
     def list_adapters(self, model: ModelSpec) -> list[Adapter]:
         """List the adapters of a model, in the order of its weights; none at rank 0."""
         return list_adapters(model, self.rank, self.targets) if self.rank else []
+
+    def make_values(self, model: ModelSpec) -> "dict[str, Tensor]":
+        """Make adapters with which a model computes otherwise, by PEFT's names: those to start from, or random ones."""
+        if self.start:
+            from safetensors.torch import load_file
+
+            return load_file(Path(self.start, WEIGHTS))
+        return draw_adapters(self.list_adapters(model), self.scale)
 
     def check_model(self, model: ModelSpec, stages: int) -> None:
         """Raise ValueError if a model has not the layers that are to have adapters, the engine has no adapters for

@@ -1,12 +1,19 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of a model's linear layers: their names, shapes and cuts."""
 
+from __future__ import annotations
+
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from engines.models.spec import ModelSpec
 from engines.models.weight import Way, Weight
+
+if TYPE_CHECKING:  # adapters are listed before anything takes the time to import torch
+    from torch import Tensor
 
 GROUPS = {
     "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
@@ -14,6 +21,8 @@ GROUPS = {
 }
 """Group of linear layers -> Megatron's names of them in a layer."""
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+_MOVE = 0.3
+"""About three times the share of a layer's output by which random adapters change it, for weights of 1 / sqrt(in)."""
 _LINEAR = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
 
 
@@ -99,3 +108,30 @@ def _list_linear(model: ModelSpec) -> list[tuple[int, str, Weight]]:
     """List the linear layers that may have adapters: number of the decoder's layer, group and weight of each."""
     places = ((_LINEAR.fullmatch(name), weight) for name, weight in model.weights.items())
     return [(int(place[1]), _GROUP_OF[place[2]], weight) for place, weight in places if place and place[2] in _GROUP_OF]
+
+
+def draw_start(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Draw an A as PEFT does, evenly from -1 to 1 over sqrt(in). It is of its name alone, so alike at all sizes."""
+    return _draw(name, shape) / shape[1] ** 0.5
+
+
+def draw_adapters(adapters: Sequence[Adapter], scale: float) -> dict[str, Tensor]:
+    """Draw adapters by PEFT's names that change a model, of their names alone; exact in bfloat16.
+
+    Args:
+        scale: factor of their product, by which B is divided.
+    """
+    values = {}
+    for adapter in adapters:
+        for name, shape in adapter.tensors.items():
+            is_a = name.endswith("A.weight")
+            value = draw_start(name, shape) if is_a else _draw(name, shape) * (_MOVE / scale / adapter.rank**0.5)
+            values[name] = value.bfloat16().float()
+    return values
+
+
+def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Draw evenly from -1 to 1 by a name."""
+    import torch
+
+    return 2 * torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) - 1

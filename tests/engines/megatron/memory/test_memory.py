@@ -174,6 +174,7 @@ CASES = [
     ("gemma3_text", "one", {}),
     ("qwen3_moe", "one", {}),
     ("qwen3_5_text", "one", {}),
+    ("llama", "one", {"lora": LoraConfig(rank=4)}),
 ]
 MORE_CASES = [
     ("qwen3", "one", {}),
@@ -204,6 +205,10 @@ MORE_CASES = [
     ("glm4_moe", "one", {}),
     ("glm4_moe", "one", {"dtype": "bfloat16"}),
     ("glm4_moe-air", "TP2", {"recompute": "full"}),
+    ("qwen2", "TP2", {"lora": LoraConfig(rank=4)}),
+    ("qwen3", "one", {"lora": LoraConfig(rank=4), "recompute": "core"}),
+    ("llama", "PP2", {"lora": LoraConfig(rank=4), "recompute": "full"}),
+    ("qwen3", "one", {"lora": LoraConfig(rank=4), "dtype": "bfloat16"}),
 ]
 
 
