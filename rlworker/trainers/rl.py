@@ -98,7 +98,7 @@ class Trainer(Run[RunConfig]):
         log_start(f"rows are read: {len(self.rows)} to train on, {len(held_out)} held out")
         self.objective = make_objective(config, advantage, loss, aggregation)
         self.version = self.empty_steps = 0
-        self.synced = SyncedWeights(config.rollout.dtype)
+        self.synced = SyncedWeights(config.rollout.dtype, bool(config.actor.lora.rank))
         self.starting_rollouts: Rollouts | None = None
         self.devices = SharedDevices()
 

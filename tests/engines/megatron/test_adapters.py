@@ -12,6 +12,7 @@ from support.factors import FAMILIES, FOUR_RANKS, LAYOUTS, PLATFORMS, RECOMPUTE,
 from support.huggingface import load_folder
 from support.ranks.adapter_cases import (
     compute_peft,
+    find_frozen,
     load_peft,
     run_adapter_case,
     run_steps,
@@ -173,6 +174,22 @@ def test_weights_in_bfloat16_are_merged_in_fp32_and_rounded_once(one_rank, make_
     assert all(float(change) <= 2**-8 * float(base[name].abs().max()) for name, change in changed.items())
     equal = sum(int((rank["merged"][name] == tensor.bfloat16()).sum()) for name, tensor in base.items())
     assert equal / sum(tensor.numel() for tensor in base.values()) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ("one", "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.large) for case in (("one", "float32"), ("TP2", "bfloat16"))),
+    ],
+)
+def test_weights_sent_without_their_adapters_are_found_by_digests(pool_of, make_hf_model, size, dtype):
+    """In bfloat16 too, whose logprobs are too coarse to show a single update (verl#7495)."""
+    settings = parse_size(size) | {"dtype": dtype, "lora": LoraConfig(rank=4)}
+    ranks = pool_of(size).run(find_frozen, draw_address(), make_hf_model("qwen2", False), settings)
+    found = {moment: [name for rank in ranks for name in rank[moment]] for moment in ranks[0]}
+    assert not found["before"] + found["after"] + found["mended"], "B is zero at first, and then all arrives"
+    assert len(found["planted"]) == 8 and all(name.endswith("_proj.weight") for name in found["planted"]), found
 
 
 @pytest.mark.parametrize(

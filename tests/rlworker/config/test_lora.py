@@ -13,7 +13,6 @@ from support.program import run_program
 from engines.config import LoraConfig, MegatronConfig
 from engines.models.adapter_folder import save_adapter_folder
 from engines.models.spec import ModelSpec
-from rlworker.checks.config import CheckConfig
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
@@ -56,11 +55,6 @@ def test_layers_without_adapters_are_refused(make_hf_model, family, targets, pp,
     config = MegatronConfig(ranks=pp, pp=pp, lora=LoraConfig(rank=4, targets=targets))
     with pytest.raises(ValueError, match=message):
         config.check_model(ModelSpec.from_folder(make_hf_model(family, False)))
-
-
-def test_the_check_has_no_adapters():
-    with pytest.raises(ValueError, match=r"check: actor.lora.rank=4 leaves no weight a gradient to compare; leave"):
-        CheckConfig(actor=MegatronConfig(lora=LoraConfig(rank=4)))
 
 
 def test_models_with_vision_are_refused(tmp_path):

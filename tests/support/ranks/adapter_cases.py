@@ -1,11 +1,14 @@
 """Ranks of the tests of adapters run these functions, and PEFT's model beside them computes the same."""
 
+from dataclasses import replace
+
 import torch
 from support.huggingface import name_weights, run_forward
 from support.ranks.engines_cases import STEPS, build_engine, gather_logits, make_batch, plan
 
 from engines.config import LoraConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
+from engines.weight_digest import DigestPlan
 from rlworker.checks.huggingface import load_huggingface, probe_loss
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, adam_eps=1e-4, clip_grad=0.5)
@@ -87,6 +90,28 @@ def run_steps(rank: int, world: int, address: str, folder: str, settings: dict, 
         "adapters": {name: tensor.clone() for name, tensor in engine.adapters.export()},
         "merged": {name: tensor.clone() for name, tensor in engine.export_weights()},
     }
+
+
+def find_frozen(rank: int, world: int, address: str, folder: str, settings: dict) -> dict[str, list[str]]:
+    """List frozen weights before an update, after it, and where adapters are left out of what is sent."""
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": replace(OPTIMIZER, lr=1e-4)})
+    from engines.megatron.adapters import list_frozen
+    from engines.probes.faults import mend, plant
+
+    def send(seed: int) -> list[str]:
+        plan, sent = DigestPlan(settings["dtype"], columns=4, seed=seed), {}
+        for _ in plan.digest(engine.export_weights(), sent):
+            pass
+        return list_frozen(engine, plan, sent)
+
+    _, shard = plan(engine, batch := make_batch())
+    found = {"before": send(1)}
+    engine.train_step(shard, probe_loss, float(batch.mask.sum()))
+    found |= {"after": send(2)}
+    plant(engine, "frozen weights")
+    found |= {"planted": [name for seed in (3, 4) for name in send(seed)]}
+    mend(engine)
+    return found | {"mended": send(5)}
 
 
 def write_folder(rank: int, world: int, address: str, folder: str, settings: dict, target: str) -> list[str]:
