@@ -83,10 +83,10 @@ class LoraConfig:
                 f"actor.lora: targets names {unknown}, expected attention, mlp or some of {sorted(available)}; change "
                 "--actor.lora.targets"
             )
-        if model.experts and any(available.get(target, target) != "attention" for target in self.targets):
+        if model.experts and "mlp" in self.targets:
             raise ValueError(
-                f"actor.lora: targets={self.targets} names layers of MLPs, and experts have no adapters yet; set "
-                "--actor.lora.targets attention"
+                f"actor.lora: targets={self.targets} names all MLPs, and routed experts have no adapters yet; set "
+                "--actor.lora.targets to attention, or to names of layers"
             )
         self._check_stages(model, stages)
         if self.start:

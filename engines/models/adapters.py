@@ -16,10 +16,16 @@ if TYPE_CHECKING:  # adapters are listed before anything takes the time to impor
     from torch import Tensor
 
 GROUPS = {
-    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
-    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "attention": (
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "self_attention.in_proj",
+        "self_attention.out_proj",
+    ),
+    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2", "mlp.shared.mlp.linear_fc1", "mlp.shared.mlp.linear_fc2"),
 }
-"""Group of linear layers -> Megatron's names of them in a layer."""
+"""Group of linear layers -> Megatron's names of them in a layer, delta nets' projections and shared experts among
+them."""
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _MOVE = 0.3
 """About three times the share of a layer's output by which random adapters change it, for weights of 1 / sqrt(in)."""
