@@ -27,7 +27,8 @@ class LoraConfig:
     alpha: Annotated[float, Gt(0), FINITE] = 32.0
     """Scale of the adapters: s is alpha / rank, or what scaling says."""
     targets: tuple[str, ...] = ("attention", "mlp")
-    """Linear layers with adapters: attention, mlp, or a layer's name in PEFT's target_modules, such as q_proj."""
+    """Linear layers with adapters: attention and mlp of the language model, vision, projector, or a layer's name in
+    PEFT's target_modules, such as q_proj."""
     scaling: Literal["lora", "rslora"] = "lora"
     """Scale by rank: lora is alpha / rank, rslora is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: str = ""
@@ -72,16 +73,12 @@ class LoraConfig:
         """
         if not self.rank:
             return
-        if model.vision:
-            raise ValueError(
-                f"actor.lora: rank={self.rank} adapts language models, and this one has vision, whose layers have no "
-                "adapters yet; leave --actor.lora.rank out"
-            )
         available = list_targets(model)
-        if unknown := [target for target in self.targets if target not in (*GROUPS, *available)]:
+        groups = dict.fromkeys((*GROUPS, *available.values()))
+        if unknown := [target for target in self.targets if target not in (*groups, *available)]:
             raise ValueError(
-                f"actor.lora: targets names {unknown}, expected attention, mlp or some of {sorted(available)}; change "
-                "--actor.lora.targets"
+                f"actor.lora: targets names {unknown}, expected {', '.join(groups)} or some of {sorted(available)}; "
+                "change --actor.lora.targets"
             )
         if model.experts and "mlp" in self.targets:
             raise ValueError(

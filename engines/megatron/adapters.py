@@ -53,7 +53,9 @@ class Adapters:
                 tensors = adapter.weight.tensors.items()
                 rows = [torch.full((shape[0], 1), places.get(name, -1)) for name, shape in tensors]
                 owners = cut_share(adapter.b, rows, model)[:, 0]  # the target of each row on this rank, -1 for none
-                made = LinearAdapter(layer, owners, len(adapter.targets), config.lora.rank, config.lora.scale)
+                made = LinearAdapter(
+                    layer, module.config, owners, len(adapter.targets), config.lora.rank, config.lora.scale
+                )
                 self._of_weight[layer.weight] = made
                 self.tensors |= {adapter.a.name: made.a, adapter.b.name: made.b}
         keep_less(module.decoder)
@@ -127,7 +129,8 @@ def save_adapters(engine: Any, folder: str) -> list[str]:
         for _ in found:  # a collective
             pass
         return []
-    return save_adapter_folder(found, engine.config.lora.peft_settings, engine.model.folder, folder)
+    settings, has_others = engine.config.lora.peft_settings, engine.model.vision is not None
+    return save_adapter_folder(found, settings, engine.model.folder, folder, exact=has_others)
 
 
 @torch.no_grad()
@@ -148,7 +151,7 @@ def list_frozen(engine: Any, plan: DigestPlan, sent: Mapping[str, int]) -> list[
     for number in np.random.default_rng(plan.seed).permutation(len(names))[:_LOOKED_AT]:
         name, digests = names[number], {}
         base = folder[name].to(dtype)
-        a, b = (values[name_in_peft(name, kind)].cpu().float() for kind in "AB")
+        a, b = (values[name_in_peft(engine.model, name, kind)].cpu().float() for kind in "AB")
         whole = base.float().addmm(b, a, alpha=engine.config.lora.scale).to(dtype)
         for _ in plan.digest([("base", base), ("whole", whole)], digests):
             pass

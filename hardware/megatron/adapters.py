@@ -34,26 +34,35 @@ class LinearAdapter(torch.nn.Module):
     own tokens from the whole of ``b``. In between ranks exchange ``rank`` numbers of a token, and never its states.
 
     Args:
-        layer: the layer, to whose output the sum is added from here on.
+        layer: the layer, to whose output the sum is added from here on. One of torch is whole on every rank, and each
+            has inputs of its own.
+        config: Megatron's.
         owners: ``[out]``, for each row of the layer on this rank the target that it is of; -1 for none.
         targets: number of targets. scale: the factor s.
     """
 
     def __init__(
-        self, layer: ColumnParallelLinear | RowParallelLinear, owners: Tensor, targets: int, rank: int, scale: float
+        self,
+        layer: ColumnParallelLinear | RowParallelLinear | torch.nn.Linear,
+        config: Any,
+        owners: Tensor,
+        targets: int,
+        rank: int,
+        scale: float,
     ):
         super().__init__()
         self.scale, self.enabled, self.splits_input = scale, True, isinstance(layer, RowParallelLinear)
-        self.sequence_parallel = layer.sequence_parallel
+        self.is_whole = isinstance(layer, torch.nn.Linear)
+        self.sequence_parallel = not self.is_whole and cast(Any, layer).sequence_parallel
         weight = cast(Tensor, layer.weight)
         out, columns = weight.shape
         self.a, self.b = (
             torch.nn.Parameter(weight.new_zeros(shape)) for shape in ((targets * rank, columns), (out, rank))
         )
         whole, cut, axis = (self.b, self.a, 1) if self.splits_input else (self.a, self.b, 0)
-        mark_sequence_parallel([whole], layer.config)
+        mark_sequence_parallel([whole, cut] if self.is_whole else [whole], config)
         set_tensor_model_parallel_attributes(whole, False, -1, 1)
-        set_tensor_model_parallel_attributes(cut, True, axis, 1)
+        set_tensor_model_parallel_attributes(cut, not self.is_whole, -1 if self.is_whole else axis, 1)
         is_own = owners[:, None] == torch.arange(targets)
         self.own: Tensor | None  # [out, targets], 1 where a row is of a target; None where all are of the only one
         self.register_buffer("own", None if is_own.all() else is_own.to(self.b), persistent=False)
@@ -74,7 +83,7 @@ class LinearAdapter(torch.nn.Module):
                 if self.splits_input
                 else gather_from_sequence_parallel_region(x)
             )
-        return _Up.apply(y, x, self.spread(), self.scale, not self.splits_input)
+        return _Up.apply(y, x, self.spread(), self.scale, not self.splits_input and not self.is_whole)
 
     def spread(self) -> Tensor:
         """Return B ``[out, targets * rank]`` for the whole of A: a row has zeros in the columns of other targets."""
@@ -187,8 +196,10 @@ def _lay_out(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs if x.stride() == _lay_flat(x).stride() else (_lay_flat(x), *inputs[1:])
 
 
-def _add(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]):
-    """Add the adapter's output to that of its layer, a pair of the product and Megatron's place for a bias."""
+def _add(layer: Any, inputs: tuple[Tensor, ...], output: Any):
+    """Add the adapter's output to that of its layer: of Megatron's a pair of the product and a place for a bias."""
     if not layer.adapter.enabled:
         return output
+    if layer.adapter.is_whole:
+        return layer.adapter(inputs[0], output)
     return layer.adapter(inputs[0], output[0]), output[1]

@@ -173,7 +173,7 @@ def _compute_in(
             gradients |= spec.split_parameter(name, parameter.grad.float())
             parameter.grad = None
     if lora:
-        gradients = _differentiate_adapters(adapters, gradients, lora.scale)
+        gradients = _differentiate_adapters(spec, adapters, gradients, lora.scale)
     hidden = {number: torch.cat(parts).float() for number, parts in states.items()}
     return Reference(joined.logprobs, joined.entropy, hidden, gradients)
 
@@ -190,21 +190,21 @@ def _merge_adapters(
     merged = {}
     for name, parameter in model.named_parameters():
         for part, weight in spec.split_parameter(name, parameter).items():
-            if (a := values.get(name_in_peft(part, "A"))) is not None:
-                merged[part] = a.double(), values[name_in_peft(part, "B")].double()
+            if (a := values.get(name_in_peft(spec, part, "A"))) is not None:
+                merged[part] = a.double(), values[name_in_peft(spec, part, "B")].double()
                 weight.copy_(weight.double().addmm(merged[part][1], merged[part][0], alpha=scale))
     return merged
 
 
 def _differentiate_adapters(
-    adapters: dict[str, tuple[Tensor, Tensor]], gradients: dict[str, Tensor], scale: float
+    spec: ModelSpec, adapters: dict[str, tuple[Tensor, Tensor]], gradients: dict[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
     """Compute gradients of A and B, by PEFT's names, from those of W + s B A: ``s B^T dW`` and ``s dW A^T``."""
     found = {}
     for name, (a, b) in adapters.items():
         whole = gradients[name].double()
-        found[name_in_peft(name, "A")] = (scale * b.T @ whole).float()
-        found[name_in_peft(name, "B")] = (scale * whole @ a.T).float()
+        found[name_in_peft(spec, name, "A")] = (scale * b.T @ whole).float()
+        found[name_in_peft(spec, name, "B")] = (scale * whole @ a.T).float()
     return found
 
 

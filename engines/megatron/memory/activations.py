@@ -300,7 +300,8 @@ def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, tra
     vision, size = model.require_vision(), get_itemsize(config.dtype)
     mlp, norms = _MLP_TENSORS[vision.tower.activation] * vision.ffn, 2 * vision.width * vision.tower.gated
     whole = (11 * vision.width + mlp) * size + norms * FP32
-    if not trainable or "vision" in config.freeze:
+    adapted = any(adapter.weight.part == "vision" for adapter in config.lora.list_adapters(model))
+    if not trainable or "vision" in config.freeze or (config.lora.rank and not adapted):
         kept = whole
     elif config.recompute == "full":
         kept = vision.depth * vision.width * size + whole

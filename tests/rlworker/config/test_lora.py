@@ -67,9 +67,17 @@ def test_layers_without_adapters_are_refused(make_hf_model, family, targets, pp,
         config.check_model(ModelSpec.from_folder(make_hf_model(family, False)))
 
 
-def test_models_with_vision_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="this one has vision, whose layers have no adapters yet"):
-        MegatronConfig(lora=LoraConfig(rank=4)).check_model(ModelSpec.from_folder(make_vlm(tmp_path, "qwen2_5_vl")))
+def test_layers_of_a_tower_are_a_group_of_their_own(tmp_path):
+    spec = ModelSpec.from_folder(make_vlm(tmp_path, "qwen2_5_vl"))
+
+    def list_places(*targets: str) -> set[str]:
+        adapters = LoraConfig(rank=4, targets=targets).list_adapters(spec)
+        return {name.split(".")[3] for adapter in adapters for name in adapter.tensors}
+
+    assert list_places("attention", "mlp") == {"language_model"} and list_places("vision", "projector") == {"visual"}
+    assert list_places("gate_proj") == {"language_model", "visual"}, "PEFT takes both by such a name"
+    with pytest.raises(ValueError, match="expected attention, mlp, vision, projector or some of"):
+        MegatronConfig(lora=LoraConfig(rank=4, targets=("tower",))).check_model(spec)
 
 
 @pytest.mark.parametrize("typed", ["--actor.lora.dropout 0.1", "--lora_dropout 0.1", "+a.model.lora.dropout=0.1"])
