@@ -1,14 +1,18 @@
 """Settings of low-rank adapters."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from engines.models.adapter_folder import check_adapter_folder
-from engines.models.adapters import GROUPS, Adapter, list_adapters, list_targets
+from engines.models.adapter_folder import WEIGHTS, check_adapter_folder
+from engines.models.adapters import GROUPS, Adapter, draw_adapters, list_adapters, list_targets
 from engines.models.spec import ModelSpec
 from engines.validation import FINITE, check_types
+
+if TYPE_CHECKING:  # settings are read before anything takes the time to import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class LoraConfig:
     alpha: Annotated[float, Gt(0), FINITE] = 32.0
     """Scale of the adapters: s is alpha / rank, or what scaling says."""
     targets: tuple[str, ...] = ("attention", "mlp")
-    """Linear layers with adapters: attention, mlp, or a layer's name in PEFT's target_modules, such as q_proj."""
+    """Linear layers with adapters: attention and mlp of the language model, vision, projector, or a layer's name in
+    PEFT's target_modules, such as q_proj."""
     scaling: Literal["lora", "rslora"] = "lora"
     """Scale by rank: lora is alpha / rank, rslora is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: str = ""
@@ -51,6 +56,14 @@ class LoraConfig:
         """List the adapters of a model, in the order of its weights; none at rank 0."""
         return list_adapters(model, self.rank, self.targets) if self.rank else []
 
+    def make_values(self, model: ModelSpec) -> "dict[str, Tensor]":
+        """Make adapters with which a model computes otherwise, by PEFT's names: those to start from, or random ones."""
+        if self.start:
+            from safetensors.torch import load_file
+
+            return load_file(Path(self.start, WEIGHTS))
+        return draw_adapters(self.list_adapters(model), self.scale)
+
     def check_model(self, model: ModelSpec, stages: int) -> None:
         """Raise ValueError if a model has not the layers that are to have adapters, the engine has no adapters for
         them, or the folder to start from has others.
@@ -60,21 +73,17 @@ class LoraConfig:
         """
         if not self.rank:
             return
-        if model.vision:
-            raise ValueError(
-                f"actor.lora: rank={self.rank} adapts language models, and this one has vision, whose layers have no "
-                "adapters yet; leave --actor.lora.rank out"
-            )
         available = list_targets(model)
-        if unknown := [target for target in self.targets if target not in (*GROUPS, *available)]:
+        groups = dict.fromkeys((*GROUPS, *available.values()))
+        if unknown := [target for target in self.targets if target not in (*groups, *available)]:
             raise ValueError(
-                f"actor.lora: targets names {unknown}, expected attention, mlp or some of {sorted(available)}; change "
-                "--actor.lora.targets"
+                f"actor.lora: targets names {unknown}, expected {', '.join(groups)} or some of {sorted(available)}; "
+                "change --actor.lora.targets"
             )
-        if model.experts and any(available.get(target, target) != "attention" for target in self.targets):
+        if model.experts and "mlp" in self.targets:
             raise ValueError(
-                f"actor.lora: targets={self.targets} names layers of MLPs, and experts have no adapters yet; set "
-                "--actor.lora.targets attention"
+                f"actor.lora: targets={self.targets} names all MLPs, and routed experts have no adapters yet; set "
+                "--actor.lora.targets to attention, or to names of layers"
             )
         self._check_stages(model, stages)
         if self.start:

@@ -1,11 +1,11 @@
 """Adapters of a rank's part of the model: made, filled, merged into the weights, and gathered from all ranks."""
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file
@@ -14,10 +14,17 @@ from torch import Tensor
 from engines.batch.shard import Outputs, Shard
 from engines.config import MegatronConfig
 from engines.interfaces import OffloadPart
+from engines.megatron.memory.activations import FROZEN_LOGITS
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
 from engines.models.adapter_folder import WEIGHTS, save_adapter_folder
+from engines.models.adapters import draw_start, name_in_peft
+from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
-from hardware.megatron.adapters import LinearAdapter
+from engines.weight_digest import DigestPlan
+from hardware.megatron.adapters import LinearAdapter, keep_less
+
+_LOOKED_AT = 4
+"""Number of weights whose digests are compared with those of the model's folder after a sync."""
 
 
 class Adapters:
@@ -46,21 +53,36 @@ class Adapters:
                 tensors = adapter.weight.tensors.items()
                 rows = [torch.full((shape[0], 1), places.get(name, -1)) for name, shape in tensors]
                 owners = cut_share(adapter.b, rows, model)[:, 0]  # the target of each row on this rank, -1 for none
-                made = LinearAdapter(layer, owners, len(adapter.targets), config.lora.rank, config.lora.scale)
+                made = LinearAdapter(
+                    layer, module.config, owners, len(adapter.targets), config.lora.rank, config.lora.scale
+                )
                 self._of_weight[layer.weight] = made
                 self.tensors |= {adapter.a.name: made.a, adapter.b.name: made.b}
+        keep_less(module.decoder)
+        self._columns = model.vocab // config.tp
         heads = {name: each for name, each in name_parameters(module).items() if name in model.weights}
         heads = {name: (model.weights[name], each) for name, each in heads.items() if model.weights[name].is_head}
         self.learned = {name: (self._weights[name], each) for name, each in self.tensors.items()} | heads
         drawn = {name: shape for adapter in stated for name, shape in adapter.a.tensors.items()}
         start = config.lora.start
         self.fill(
-            load_file(Path(start, WEIGHTS)) if start else {name: _draw(name, shape) for name, shape in drawn.items()}
+            load_file(Path(start, WEIGHTS))
+            if start
+            else {name: draw_start(name, shape) for name, shape in drawn.items()}
         )
         if config.recompute == "full" and module.pre_process:
             # A layer that is computed again has gradients only where its input has some, which embeddings need not.
             require = lambda _, __, out: out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())  # noqa: E731
             module.embedding.register_forward_hook(require)
+
+    def cut_head(self, tokens: int, most: int) -> dict[str, Any]:
+        """Cut the logits of ``tokens`` into smaller chunks than ``most`` at once: a frozen head has no gradient of its
+        own, to which each chunk would add. They are kept for the backward pass where ``most`` has room for all.
+
+        Returns:
+            arguments ``at_once`` and ``keep_logits`` of ``score_tokens``.
+        """
+        return {"at_once": min(most, FROZEN_LOGITS), "keep_logits": tokens * self._columns <= most}
 
     @torch.no_grad()
     def fill(self, values: Mapping[str, Tensor]) -> None:
@@ -107,7 +129,35 @@ def save_adapters(engine: Any, folder: str) -> list[str]:
         for _ in found:  # a collective
             pass
         return []
-    return save_adapter_folder(found, engine.config.lora.peft_settings, engine.model.folder, folder)
+    settings, has_others = engine.config.lora.peft_settings, engine.model.vision is not None
+    return save_adapter_folder(found, settings, engine.model.folder, folder, exact=has_others)
+
+
+@torch.no_grad()
+def list_frozen(engine: Any, plan: DigestPlan, sent: Mapping[str, int]) -> list[str]:
+    """List weights that were sent as the model's folder has them, although their adapters change them; of a few
+    weights, which are others at each sync. Collective; the first replica's leader has the list.
+
+    The sum is computed here from folder and adapters, by no function that a weight takes on its way to rollout engines.
+
+    Args:
+        plan: the plan of the digests, with another seed at each sync. sent: name of a tensor -> digest.
+    """
+    values = dict(engine.adapters.export())  # collective
+    if engine.dp_rank or not engine.is_leader:
+        return []
+    folder, dtype, found = SafetensorsFolder(engine.model.folder), getattr(torch, engine.config.dtype), []
+    names = sorted(name for each in engine.config.lora.list_adapters(engine.model) for name in each.targets)
+    for number in np.random.default_rng(plan.seed).permutation(len(names))[:_LOOKED_AT]:
+        name, digests = names[number], {}
+        base = folder[name].to(dtype)
+        a, b = (values[name_in_peft(engine.model, name, kind)].cpu().float() for kind in "AB")
+        whole = base.float().addmm(b, a, alpha=engine.config.lora.scale).to(dtype)
+        for _ in plan.digest([("base", base), ("whole", whole)], digests):
+            pass
+        if digests["whole"] != digests["base"] == sent[name]:
+            found.append(name)
+    return found
 
 
 class BaseView:
@@ -131,9 +181,3 @@ class BaseView:
 
     def onload(self, parts: Sequence[OffloadPart]) -> None:
         """Move nothing: the weights are the engine's."""
-
-
-def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Draw an A as PEFT does, evenly from -1 to 1 over sqrt(in). It is of its name alone, so alike at all sizes."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return (2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5

@@ -257,8 +257,10 @@ class MegatronEngine:
             None if column is None else layout.gather_tokens(column)
             for column in (micro.support, micro.rollout_top_ids)
         )
+        hidden, most = layout.gather_slots(hidden.transpose(0, 1)), self.platform.kernel_memory.head_logits
+        sizes = self.adapters.cut_head(len(hidden), most) if self.adapters else {"at_once": most}
         scores = score_tokens(
-            layout.gather_slots(hidden.transpose(0, 1)),
+            hidden,
             module.output_weight,
             layout.gather_tokens(micro.targets),
             temperature=self.temperature,
@@ -266,7 +268,7 @@ class MegatronEngine:
             support=support,
             top_ids=top_ids,
             banned=self.banned,
-            at_once=self.platform.kernel_memory.head_logits,
+            **sizes,
             group=mpu.get_tensor_model_parallel_group(),
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.

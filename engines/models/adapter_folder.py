@@ -70,13 +70,14 @@ def check_adapter_folder(
 
 
 def save_adapter_folder(
-    adapters: Iterable[tuple[str, Tensor]], settings: Mapping[str, Any], base: str, folder: str
+    adapters: Iterable[tuple[str, Tensor]], settings: Mapping[str, Any], base: str, folder: str, exact: bool = False
 ) -> list[str]:
     """Write adapters as PEFT does. The folder appears under its name once it is whole.
 
     Args:
         adapters: ``(PEFT's name, tensor)`` of each. settings: PEFT's ``r``, ``lora_alpha`` and ``use_rslora``.
-        base: the folder of the model that they are added to.
+        base: the folder of the model that they are added to. exact: layers are named whole, since others that have no
+            adapter end like these.
 
     Returns:
         the names of the files.
@@ -84,11 +85,12 @@ def save_adapter_folder(
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in adapters}
+    places = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     config = dict(settings) | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted(places if exact else {place.rpartition(".")[2] for place in places}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

@@ -1,19 +1,34 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of a model's linear layers: their names, shapes and cuts."""
 
+from __future__ import annotations
+
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from engines.models.spec import ModelSpec
 from engines.models.weight import Way, Weight
 
+if TYPE_CHECKING:  # adapters are listed before anything takes the time to import torch
+    from torch import Tensor
+
 GROUPS = {
-    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
-    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "attention": (
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "self_attention.in_proj",
+        "self_attention.out_proj",
+    ),
+    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2", "mlp.shared.mlp.linear_fc1", "mlp.shared.mlp.linear_fc2"),
 }
-"""Group of linear layers -> Megatron's names of them in a layer."""
+"""Group of linear layers -> Megatron's names of them in a layer, delta nets' projections and shared experts among
+them. Linear layers of a tower are of the group of their part, vision or projector."""
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+_MOVE = 0.3
+"""About three times the share of a layer's output by which random adapters change it, for weights of 1 / sqrt(in)."""
 _LINEAR = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
 
 
@@ -25,10 +40,11 @@ class Adapter:
     an order of its own. ``a`` stacks the A of those with an adapter, and ``b`` has a row for each row of the layer.
 
     Attributes:
-        weight: the layer's. layer: number of the decoder's layer, from 0.
+        model: the model. weight: the layer's. layer: number of the decoder's layer, from 0; 0 of a tower.
         targets: names in a saved folder of those of the weight's tensors that have an adapter.
     """
 
+    model: ModelSpec
     weight: Weight
     layer: int
     targets: tuple[str, ...]
@@ -43,21 +59,22 @@ class Adapter:
     def a(self) -> Weight:
         """Rows ``[targets * rank, in]`` that make ``rank`` numbers of a token for each target."""
         columns = next(iter(self.weight.tensors.values()))[1]
-        tensors = {name_in_peft(name, "A"): (self.rank, columns) for name in self.targets}
+        tensors = {name_in_peft(self.model, name, "A"): (self.rank, columns) for name in self.targets}
         cut: dict[int, Way] = {axis: way for axis, way in self.weight.cut.items() if axis == 1}
         return Weight(f"{self.name}.a", tensors, "stacked", cut, self.weight.part)
 
     @cached_property
     def b(self) -> Weight:
         """Rows ``[out, rank]`` that make the layer's outputs of those numbers; of tensors without an adapter, zeros."""
-        tensors = {name_in_peft(name, "B"): (shape[0], self.rank) for name, shape in self.weight.tensors.items()}
+        shapes = {name: (shape[0], self.rank) for name, shape in self.weight.tensors.items()}
+        tensors = {name_in_peft(self.model, name, "B"): shape for name, shape in shapes.items()}
         cut: dict[int, Way] = {axis: way for axis, way in self.weight.cut.items() if axis == 0}
         return replace(self.weight, name=f"{self.name}.b", tensors=tensors, cut=cut)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """PEFT's names of the adapters' tensors -> shape: ``A [rank, in]`` and ``B [out, rank]`` of each target."""
-        names = {name_in_peft(name, kind) for name in self.targets for kind in "AB"}
+        names = {name_in_peft(self.model, name, kind) for name in self.targets for kind in "AB"}
         return {name: shape for name, shape in (self.a.tensors | self.b.tensors).items() if name in names}
 
 
@@ -66,9 +83,9 @@ def is_adapter(name: str) -> bool:
     return ".adapter." in name
 
 
-def name_in_peft(name: str, kind: str) -> str:
-    """Name a weight's ``A`` or ``B`` as a folder of PEFT's does."""
-    return f"base_model.model.{name.removesuffix('.weight')}.lora_{kind}.weight"
+def name_in_peft(model: ModelSpec, name: str, kind: str) -> str:
+    """Name the ``A`` or ``B`` of a weight of a model's folder as a folder of PEFT's does."""
+    return f"base_model.model.{model.find_module_name(name).removesuffix('.weight')}.lora_{kind}.weight"
 
 
 def _name_target(tensor: str) -> str:
@@ -91,11 +108,44 @@ def list_adapters(model: ModelSpec, rank: int, targets: Sequence[str]) -> list[A
     for layer, group, weight in _list_linear(model):
         chosen = tuple(name for name in weight.tensors if {group, _name_target(name)} & {*targets})
         if chosen:
-            found.append(Adapter(weight, layer, chosen, rank))
+            found.append(Adapter(model, weight, layer, chosen, rank))
     return found
 
 
 def _list_linear(model: ModelSpec) -> list[tuple[int, str, Weight]]:
     """List the linear layers that may have adapters: number of the decoder's layer, group and weight of each."""
-    places = ((_LINEAR.fullmatch(name), weight) for name, weight in model.weights.items())
-    return [(int(place[1]), _GROUP_OF[place[2]], weight) for place, weight in places if place and place[2] in _GROUP_OF]
+    found = []
+    for name, weight in model.weights.items():
+        place, shape = _LINEAR.fullmatch(name), next(iter(weight.tensors.values()))
+        if place and place[2] in _GROUP_OF:
+            found.append((int(place[1]), _GROUP_OF[place[2]], weight))
+        if name.startswith("vision.") and name.endswith(".weight") and "embed" not in name and len(shape) == 2:
+            found.append((0, weight.part, weight))
+    return found
+
+
+def draw_start(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Draw an A as PEFT does, evenly from -1 to 1 over sqrt(in). It is of its name alone, so alike at all sizes."""
+    return _draw(name, shape) / shape[1] ** 0.5
+
+
+def draw_adapters(adapters: Sequence[Adapter], scale: float) -> dict[str, Tensor]:
+    """Draw adapters by PEFT's names that change a model, of their names alone; exact in bfloat16.
+
+    Args:
+        scale: factor of their product, by which B is divided.
+    """
+    values = {}
+    for adapter in adapters:
+        for name, shape in adapter.tensors.items():
+            is_a = name.endswith("A.weight")
+            value = draw_start(name, shape) if is_a else _draw(name, shape) * (_MOVE / scale / adapter.rank**0.5)
+            values[name] = value.bfloat16().float()
+    return values
+
+
+def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Draw evenly from -1 to 1 by a name."""
+    import torch
+
+    return 2 * torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) - 1

@@ -238,6 +238,13 @@ class ModelSpec(DecoderSizes):
                 return saved + name.removeprefix(prefix)
         return name
 
+    def find_module_name(self, name: str) -> str:
+        """Find the name of a tensor of a saved folder in transformers' module: the inverse of ``find_folder_name``."""
+        for prefix, saved in reversed(self.family.renamed.items()):  # of two for one, the newer
+            if name.startswith(saved):
+                return prefix + name.removeprefix(saved)
+        return name
+
     def split_parameter(self, name: str, values: "Tensor") -> "dict[str, Tensor]":
         """Split a parameter of transformers' module, or its gradient, into tensors of a saved folder by their names."""
         name = self.find_folder_name(name)

@@ -13,7 +13,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from engines.models.spec import ModelSpec
-from engines.probes import expert_faults, form_faults, sharing_faults, sync_faults
+from engines.probes import adapter_faults, expert_faults, form_faults, sharing_faults, sync_faults
 from hardware.attention.cell import Patch
 from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.platform import Platform
@@ -51,12 +51,12 @@ _PLANTED = ExitStack()
 
 
 def plant(engine, name: str) -> None:
-    """Put a fault of ``FAULTS`` or ``REAL_FAULTS`` into this process.
+    """Put a fault of ``FAULTS``, ``REAL_FAULTS`` or ``ADAPTER_FAULTS`` into this process.
 
     Raises:
         ValueError: it is a fault of masks, and the engine's platform has no place for it.
     """
-    make = (FAULTS | REAL_FAULTS)[name].patches
+    make = (FAULTS | REAL_FAULTS | ADAPTER_FAULTS)[name].patches
     for owner, attribute, wrap in make() if make else collect_faults(engine.platform)[name]:
         _PLANTED.enter_context(patch.object(owner, attribute, wrap(getattr(owner, attribute))))
 
@@ -322,6 +322,12 @@ REAL_FAULTS: dict[str, Fault] = {
     ),
 }
 """Faults that show on a model of any family."""
+ADAPTER_FAULTS: dict[str, Fault] = {
+    "frozen weights": Fault(adapter_faults.send_frozen_weights, "weight sync"),
+    "adapters without their scale": Fault(adapter_faults.leave_unscaled, "layouts"),
+    "the A of a neighbour": Fault(adapter_faults.take_the_a_of_a_neighbour, "layouts"),
+}
+"""Faults that show on a model of any family, with adapters."""
 
 
 def list_real_faults(model: ModelSpec) -> dict[str, Fault]:

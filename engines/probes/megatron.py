@@ -23,6 +23,7 @@ from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
 from engines.interfaces import LossFn
+from engines.megatron.adapters import Adapters
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
@@ -190,6 +191,18 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
     return None if outputs is None else require_tokens(schedule.restore([outputs]))
 
 
+@torch.no_grad()
+def compute_merged(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
+    """Compute outputs as ``compute_outputs`` does, with adapters merged into the weights of an engine that has some."""
+    adapters = cast(Adapters, engine.adapters)
+    for parameter in engine.decoder.parameters():
+        parameter.copy_(adapters.merge(parameter))
+    with adapters.switched_off():
+        outputs = compute_outputs(engine, kind, batch)
+    restore_weights(engine)
+    return outputs
+
+
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
     """Return the output of each layer of this rank's stage: layer number -> ``[N, hidden]`` float32."""
     layouts, states = [], {}
@@ -246,7 +259,7 @@ def count_routed(engine: MegatronEngine, kind: str, batch: TrainBatch) -> tuple[
 
 def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:
     """Return the named gradients in the buffers: HF name -> whole tensor, on the first replica's leader."""
-    gradients = gather_gradients(engine, names)
+    gradients = gather_adapter_gradients(engine, names) if engine.adapters else gather_gradients(engine, names)
     return gradients if engine.is_leader and engine.dp_rank == 0 else {}
 
 
@@ -262,11 +275,11 @@ def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dic
     return {n: g.clone().cpu() for n, g in exported if n not in buffers and (not names or n in names)}
 
 
-def gather_adapter_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
+def gather_adapter_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dict[str, Tensor]:
     """Return gradients of adapters as ``gather_gradients`` does, by PEFT's names; empty without adapters."""
     _gather_buffers(engine)
     exported = engine.adapters.export(lambda parameter: parameter.main_grad) if engine.adapters else ()
-    return {name: gradient.clone().cpu() for name, gradient in exported}
+    return {name: gradient.clone().cpu() for name, gradient in exported if not names or name in names}
 
 
 def _list_gradients(engine: MegatronEngine) -> list[tuple[Tensor, Tensor]]:
@@ -303,8 +316,10 @@ def step_biases(engine: MegatronEngine) -> None:
 
 
 def restore_weights(engine: MegatronEngine) -> None:
-    """Load the weights of the model's folder again."""
+    """Load the weights of the model's folder again, beside the adapters of the check."""
     load_weights(engine.decoder, engine.model)
+    if engine.adapters:
+        engine.adapters.fill(engine.config.lora.make_values(engine.model))
 
 
 # -- parts

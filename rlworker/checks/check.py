@@ -16,7 +16,7 @@ from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.huggingface import compare_outputs, probe_loss
-from rlworker.checks.trainer import TRAINER_CHECKS, Finding, list_platform_limits
+from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer, Finding, judge_outputs, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.watch import describe_lost, find_lost
@@ -53,6 +53,8 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
     """
     findings: list[Finding] = []
     checks = {name: partial(check, engines.trainer) for name, check in TRAINER_CHECKS.items()}
+    if engines.config.actor.lora.rank:
+        checks["merge"] = partial(_check_merge, engines.trainer)
     checks |= {
         "rollout": partial(_compare_rollouts, engines, "rollout", "against trainer"),
         "weight sync": partial(check_weight_sync, engines, version),
@@ -73,6 +75,16 @@ def check_all(engines: CheckedEngines, version: int, only: Collection[str] = ())
     return findings
 
 
+def _check_merge(trainer: CheckedTrainer) -> list[Finding]:
+    """Check that weights with adapters merged into them compute what both do beside each other. In bfloat16 the merge
+    rounds weights anew: the text tells how far that moves logprobs."""
+    kind = trainer.settings.layout
+    trainer.tell(f"merge: {kind}")
+    merged = next(part for part in trainer.call_ranks("compute_merged", kind, trainer.case.batch) if part)
+    passed, text = judge_outputs(trainer, compare_outputs(merged, trainer.compute_outputs(kind)))
+    return [trainer.make_finding("merge", f"{kind}, adapters in the weights", passed, text)]
+
+
 def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
     """Send weights of a further step as ``version``, compare the weights that rollout engines compute with, and
     logprobs of samples, and send the first weights back."""
@@ -80,7 +92,7 @@ def check_weight_sync(engines: CheckedEngines, version: int) -> list[Finding]:
     try:
         moved, target = _move_weights(engines)
         trainer.tell("weight sync: other weights are sent")
-        weights = SyncedWeights(engines.config.rollout.dtype)
+        weights = SyncedWeights(engines.config.rollout.dtype, bool(engines.config.actor.lora.rank))
         weights.send(engines.actor, engines.rollouts.workers, version)
         unlike = weights.compare(engines.rollouts)
         text = unlike or "no tensor that can be read differs from the one that was sent"

@@ -40,11 +40,6 @@ class CheckConfig:
                 "check: --tiny chooses the model that is made if none is named, and a model is named or --self-test "
                 "makes its own; leave --tiny out"
             )
-        if self.actor.lora.rank:
-            raise ValueError(
-                f"check: actor.lora.rank={self.actor.lora.rank} leaves no weight a gradient to compare; leave "
-                "--actor.lora.rank out: the check is of the model and the sizes, which adapters do not change"
-            )
         types = {self.actor.dtype, self.rollout.dtype}
         if self.self_test and (not self.huggingface or types != {"float32"}):
             raise ValueError(

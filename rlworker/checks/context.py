@@ -15,8 +15,9 @@ from rlworker.checks.trainer import LIMITS, CheckedTrainer
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
+from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.watch import naming_failures
-from rlworker.cluster.workers import Role
+from rlworker.cluster.workers import Role, RolloutWorker, TrainWorker
 
 _PROBES = "engines.probes.megatron:"
 _FLOOR, _MOST = 5.0, 0.5
@@ -83,7 +84,8 @@ def start_engines(
         reference = None
         if config.huggingface:
             sizes = case.denominator, temperature, getattr(torch, config.actor.dtype)
-            reference = compute_reference(model, case.batch, probe_loss, *sizes, tell)
+            lora = config.actor.lora if config.actor.lora.rank else None
+            reference = compute_reference(model, case.batch, probe_loss, *sizes, tell, lora)
         tell("engines start")
         if rollouts is None:
             running.enter_context(running_ray(config.actor.ranks + config.rollout.devices, config.platform))
@@ -103,4 +105,8 @@ def start_engines(
                 tell=tell,
             )
             engines = CheckedEngines(config, trainer, group, rollouts.wait())
+            if config.actor.lora.rank:  # adapters that change something, which the folder's weights are without
+                trainer.call_ranks("restore_weights")
+                rollouts.call(RolloutWorker.rewind, 0)
+                group.call(TrainWorker.sync_weights, rollouts.workers, 0, BUCKET_BYTES)
         yield engines

@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, join_outputs
+from engines.config import LoraConfig
 from engines.images.processor import ImageProcessor
 from engines.images.video import Video
 from engines.interfaces import LossFn
+from engines.models.adapters import name_in_peft
 from engines.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ def compute_reference(
     temperature: float,
     dtype: torch.dtype = torch.float32,
     tell: Callable[[str], None] = lambda line: None,
+    lora: LoraConfig | None = None,
 ) -> Reference:
     """Compute the float64 reference of a batch with HuggingFace's model, or a float32 one where memory is short.
 
@@ -117,11 +120,12 @@ def compute_reference(
         temperature: the logits are divided by it.
         dtype: the engine's dtype, in which HuggingFace computes a second time for ``Reference.rounding``.
         tell: is called with a line of text at the start of each pass.
+        lora: adapters of ``LoraConfig.make_values``, of which alone the gradients are; None has none.
     """
 
     def compute(dtype: torch.dtype) -> Reference:
         tell(f"HuggingFace, {dtype}".replace("torch.", ""))
-        return _compute_in(dtype, spec, batch, loss, denominator, temperature)
+        return _compute_in(dtype, spec, batch, loss, denominator, temperature, lora)
 
     # At the peak: weights, their gradients, the logits of a sequence, and their scoring.
     weights, logits = spec.count_weights(), max(batch.lengths) * spec.vocab
@@ -140,11 +144,19 @@ def compute_reference(
 
 
 def _compute_in(
-    dtype: torch.dtype, spec: ModelSpec, batch: TrainBatch, loss: LossFn, denominator: float, temperature: float
+    dtype: torch.dtype,
+    spec: ModelSpec,
+    batch: TrainBatch,
+    loss: LossFn,
+    denominator: float,
+    temperature: float,
+    lora: LoraConfig | None,
 ) -> Reference:
     """Compute the numbers of a batch by HuggingFace's model in a type; a sequence's logits are in memory at a time."""
+    drawn = lora.make_values(spec) if lora else {}  # in float32 at all types
     with computing_in_double() if dtype == torch.float64 else nullcontext():
         model = load_huggingface(spec, dtype)
+        adapters = _merge_adapters(model, spec, drawn, lora.scale) if lora else {}
         states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
         rows, outputs = max(1, _SCORES_AT_ONCE // spec.vocab), []
         for one, logits in iterate_logits(model, batch, make_image_arguments(spec)):
@@ -160,8 +172,40 @@ def _compute_in(
         if parameter.grad is not None:
             gradients |= spec.split_parameter(name, parameter.grad.float())
             parameter.grad = None
+    if lora:
+        gradients = _differentiate_adapters(spec, adapters, gradients, lora.scale)
     hidden = {number: torch.cat(parts).float() for number, parts in states.items()}
     return Reference(joined.logprobs, joined.entropy, hidden, gradients)
+
+
+@torch.no_grad()
+def _merge_adapters(
+    model: "PreTrainedModel", spec: ModelSpec, values: dict[str, Tensor], scale: float
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Make the weights W of a model W + s B A, in its type.
+
+    Returns:
+        name of a weight in a saved folder -> its A and B.
+    """
+    merged = {}
+    for name, parameter in model.named_parameters():
+        for part, weight in spec.split_parameter(name, parameter).items():
+            if (a := values.get(name_in_peft(spec, part, "A"))) is not None:
+                merged[part] = a.double(), values[name_in_peft(spec, part, "B")].double()
+                weight.copy_(weight.double().addmm(merged[part][1], merged[part][0], alpha=scale))
+    return merged
+
+
+def _differentiate_adapters(
+    spec: ModelSpec, adapters: dict[str, tuple[Tensor, Tensor]], gradients: dict[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Compute gradients of A and B, by PEFT's names, from those of W + s B A: ``s B^T dW`` and ``s dW A^T``."""
+    found = {}
+    for name, (a, b) in adapters.items():
+        whole = gradients[name].double()
+        found[name_in_peft(spec, name, "A")] = (scale * b.T @ whole).float()
+        found[name_in_peft(spec, name, "B")] = (scale * whole @ a.T).float()
+    return found
 
 
 class _Doubling(TorchFunctionMode):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from engines.models.spec import ModelSpec
-from engines.probes.faults import FAULTS, REAL_FAULTS, Fault, collect_faults, list_real_faults
+from engines.probes.faults import ADAPTER_FAULTS, FAULTS, REAL_FAULTS, Fault, collect_faults, list_real_faults
 from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
@@ -22,9 +22,10 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     """Run the checks without a fault, then plant each fault of ``engines.probes.faults`` and run the check for it.
 
     Args:
-        config: settings of the check; with a model, only faults that show on it are planted. The parallel sizes,
-            layout, sharing and router replay are not used: faults show at ``Fault.spread``, in packs that share prompts
-            if the platform has packs, on rollout engines of one device, and under replay where one needs it.
+        config: settings of the check; with a model, only faults that show on it are planted, and with adapters only
+            those of adapters. The parallel sizes, layout, sharing and router replay are not used: faults show at
+            ``Fault.spread``, in packs that share prompts if the platform has packs, on rollout engines of one device,
+            and under replay where one needs it.
         folder: folder for tiny models, if no model is given.
         tell: is called with a line of text after every fault.
 
@@ -35,16 +36,17 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
         ValueError: the platform has no place for a fault; nothing was started.
     """
     findings: list[Finding] = []
-    platform = get_platform(config.platform)
+    platform, adapted = get_platform(config.platform), config.actor.lora.rank
     collect_faults(platform)
     config = replace(config, rollout=replace(config.rollout, tp=1))
     with running_ray(2 + config.rollout.devices, config.platform):
         if config.model:
-            listed = list_real_faults(ModelSpec.from_folder(config.model))
+            listed = ADAPTER_FAULTS if adapted else list_real_faults(ModelSpec.from_folder(config.model))
             faults = {name: fault for name, fault in listed.items() if fault.can_show(platform)}
             findings += _test_model(config, Path(config.model).name, faults, tell)
             return [*findings, *list_platform_limits(platform)]
-        shown = {name: fault for name, fault in FAULTS.items() if fault.can_show(platform)}
+        listed = ADAPTER_FAULTS if adapted else FAULTS
+        shown = {name: fault for name, fault in listed.items() if fault.can_show(platform)}
         for kind in dict.fromkeys(fault.model for fault in shown.values()):
             model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
             faults = {name: fault for name, fault in shown.items() if fault.model == kind}
@@ -56,6 +58,7 @@ def _test_model(config: CheckConfig, kind: str, faults: dict[str, Fault], tell: 
     """Test the faults that show on one model, through rollout engines of its own; before them, the checks that must
     find them must find nothing."""
     findings: list[Finding] = []
+    alike = REAL_FAULTS.keys() | ADAPTER_FAULTS.keys()  # which show on all models: other checks have been made of it
     one = replace(config.actor, ranks=1, tp=1, pp=1, cp=1, ep=1, etp=1)
     in_packs = "thd" in list_kinds(config.platform, one, ModelSpec.from_folder(config.model))
     layout, share = ("thd", "prompts") if in_packs else ("bshd", "auto")
@@ -69,7 +72,7 @@ def _test_model(config: CheckConfig, kind: str, faults: dict[str, Fault], tell: 
             here = f"{kind}, {spread}=2" if spread else f"{kind}, one rank"
             sizes = replace(one, **{"ranks": 2, spread: 2}) if spread else one
             with start_engines(replace(config, actor=sizes), tell, rollouts) as engines:
-                needed = {fault.found_by for fault in faults.values()} if faults.keys() <= REAL_FAULTS.keys() else ()
+                needed = {fault.found_by for fault in faults.values()} if faults.keys() <= alike else ()
                 found = check_all(engines, version, needed)
                 failed = [finding for finding in found if finding.outcome == "FAILED"]
                 tell(f"without a fault, {here}: {len(failed)} findings")

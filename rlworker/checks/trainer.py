@@ -231,17 +231,17 @@ def check_layouts(trainer: CheckedTrainer) -> list[Finding]:
         trainer.tell(f"layouts: {kind}")
         outputs[kind] = trainer.compute_outputs(kind)
     for kind, reference in trainer.list_comparisons():
-        passed, text = _judge_outputs(trainer, reference.compare_outputs(outputs[kind]))
+        passed, text = judge_outputs(trainer, reference.compare_outputs(outputs[kind]))
         if not passed:
             text += f"; {find_first_difference(trainer, kind, reference)}"
         findings.append(trainer.make_finding("layouts", f"{kind} against HuggingFace", passed, text))
     if len(outputs) == len(KINDS):
         found = compare_outputs(outputs["bshd"], outputs["thd"])
-        findings.append(trainer.make_finding("layouts", "bshd against thd", *_judge_outputs(trainer, found)))
+        findings.append(trainer.make_finding("layouts", "bshd against thd", *judge_outputs(trainer, found)))
     return findings
 
 
-def _judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bool, str]:
+def judge_outputs(trainer: CheckedTrainer, found: dict[str, float]) -> tuple[bool, str]:
     """Judge the differences of ``compare_outputs`` by HuggingFace's own rounding: whether they pass, and a text."""
     if not (trainer.reference and trainer.reference.rounding):
         limit = trainer.limits["logprobs"]
@@ -313,7 +313,7 @@ def _cut_names(trainer: CheckedTrainer, reference: Reference) -> Iterator[list[s
     """Cut the names of gradients that are compared into parts of about ``_GRADIENTS_AT_ONCE`` elements."""
     names, size = [], 0
     for name, want in reference.gradients.items():
-        if trainer.settings.freezes(trainer.model.find_part(name)):
+        if not trainer.settings.lora.rank and trainer.settings.freezes(trainer.model.find_part(name)):
             continue
         if names and size + want.numel() > _GRADIENTS_AT_ONCE:
             yield names

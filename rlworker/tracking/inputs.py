@@ -8,6 +8,7 @@ from typing import Any
 
 import xxhash
 
+from engines.models.adapter_folder import CONFIG, WEIGHTS
 from engines.models.hf_folder import list_model_files
 from engines.models.hub import PREFIX, find_model, name_snapshot
 from engines.models.spec import ModelSpec
@@ -21,12 +22,14 @@ Digests = dict[str, dict[str, str]]
 INPUTS = "inputs.json"
 _MODELS = {"model": "actor", "algorithm.reference": "reference", "critic.model": "critic"}
 """Setting that names a model -> its role."""
+_ADAPTERS = "actor.lora.start"
+"""Setting that names a folder of adapters, and name of the input."""
 _HUB = "hub"
 """Name of the input that lists the models of the hub: name -> commit."""
 
 
 class Inputs:
-    """The inputs of a run: models, rows and images. Their digests are in ``inputs.json`` of the run folder.
+    """The inputs of a run: models, adapters, rows and images. Their digests are in ``inputs.json`` of the run folder.
 
     Args:
         folder: the run folder.
@@ -56,6 +59,7 @@ class Inputs:
         models: Mapping[str, ModelSpec] | None = None,
         rows: Sequence[Any] = (),
         sources: Iterable[str] = (),
+        adapters: str = "",
     ) -> None:
         """Compare inputs with those that the run began with; of a new run, keep their digests for ``write``.
 
@@ -66,6 +70,7 @@ class Inputs:
             models: role -> model.
             rows: rows as they were read, with their images.
             sources: paths of the rows to train on, if there are several.
+            adapters: folder of the adapters that the actor starts from; empty where it starts from none.
 
         Raises:
             ValueError: the run in the folder began with other inputs; the message names them.
@@ -79,6 +84,7 @@ class Inputs:
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
         recorded = self._read()
         found |= _digest_models(models or {}, recorded) | _digest_images(rows)
+        found |= {_ADAPTERS: _spell_digests(digest_files(adapters, (CONFIG, WEIGHTS)))} if adapters else {}
         if changes := list(_list_changes(recorded, found)):
             raise ValueError(
                 f"run_dir: {str(self._folder)!r} cannot be resumed with another model or other data: "
@@ -92,7 +98,7 @@ class Inputs:
         path."""
         recorded = self._read()
         rows = {name.partition(" ")[0] for name in recorded if name.startswith("data.")}
-        return rows | {setting for setting, role in _MODELS.items() if role in recorded}
+        return rows | {setting for setting, role in _MODELS.items() if role in recorded} | ({_ADAPTERS} & {*recorded})
 
     def write(self) -> str:
         """Write the digests of the held inputs into the run folder; returns a note if the run had no digests before."""

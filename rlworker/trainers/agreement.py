@@ -34,20 +34,24 @@ class SyncedWeights:
 
     Args:
         dtype: type of the rollout engines' weights.
+        has_adapters: whether the actor has adapters, which are merged into what it sends.
     """
 
-    def __init__(self, dtype: str):
-        self._dtype = dtype
+    def __init__(self, dtype: str, has_adapters: bool = False):
+        self._dtype, self._has_adapters = dtype, has_adapters
         self._plan: DigestPlan | None = None
         self._sent: dict[str, int] = {}
+        self._frozen = ""
 
     def send(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> None:
         """Send the actor's weights to all rollout engines as ``version``."""
         self._plan = DigestPlan(self._dtype, _SAMPLED_COLUMNS if self._plan else 0, version)
         self._sent = _send(actor, engines, version, self._plan)
+        self._frozen = _describe_frozen(actor, self._plan, self._sent) if self._has_adapters else ""
 
     def compare(self, rollouts: Rollouts) -> str:
-        """Describe which weights of rollout engines differ from the weights that were sent; empty where none differ."""
+        """Describe which weights of rollout engines differ from the weights that were sent, or were sent without their
+        adapters; empty where all are right."""
         assert self._plan, "send comes first"
         read: Sequence[Read] = rollouts.call(RolloutWorker.digest_weights, self._plan)
         unread = sorted({name for each in read for name, digest in each.items() if digest is None})
@@ -56,7 +60,7 @@ class SyncedWeights:
                 f"weight sync: {len(unread)} of {len(self._sent)} tensors cannot be read back from vLLM, such as "
                 f"{unread[0]}: whether they arrive is shown by logprobs alone"
             )
-        return _describe_unlike(self._sent, read)
+        return "; ".join(filter(None, (self._frozen, _describe_unlike(self._sent, read))))
 
     def send_to_new(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> str:
         """Send the actor's weights to engines that replace lost ones, and compare all of them as ``compare`` does."""
@@ -68,6 +72,15 @@ class SyncedWeights:
 def _send(actor: WorkerGroup, engines: Sequence[ActorHandle], version: int, plan: DigestPlan) -> dict[str, int]:
     """Send weights: the digest of each tensor, which the rank that sends them has made."""
     return next(filter(None, actor.call(TrainWorker.sync_weights, engines, version, BUCKET_BYTES, plan)), {})
+
+
+def _describe_frozen(actor: WorkerGroup, plan: DigestPlan, sent: Mapping[str, int]) -> str:
+    frozen = [name for names in actor.run("engines.megatron.adapters:list_frozen", plan, sent) for name in names]
+    return (
+        f"weights were sent without their adapters, as the model's folder has them: {', '.join(frozen)}"
+        if frozen
+        else ""
+    )
 
 
 def _describe_unlike(sent: Mapping[str, int], engines: Sequence[Read]) -> str:

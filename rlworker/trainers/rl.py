@@ -92,13 +92,14 @@ class Trainer(Run[RunConfig]):
         self.rows, self.heldout = train.rows, dict(zip(sets, (each.rows for each in heldout), strict=True))
         held_out = [row for rows in self.heldout.values() for row in rows]
         every = [*self.rows, *held_out]
-        self.folder.inputs.hold(config.data, self.models, every, config.curriculum.weigh_sources(config.data.train))
+        sources, adapters = config.curriculum.weigh_sources(config.data.train), config.actor.lora.start
+        self.folder.inputs.hold(config.data, self.models, every, sources, adapters)
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": sum(each.skipped for each in heldout)}
         log_start(f"rows are read: {len(self.rows)} to train on, {len(held_out)} held out")
         self.objective = make_objective(config, advantage, loss, aggregation)
         self.version = self.empty_steps = 0
-        self.synced = SyncedWeights(config.rollout.dtype)
+        self.synced = SyncedWeights(config.rollout.dtype, bool(config.actor.lora.rank))
         self.starting_rollouts: Rollouts | None = None
         self.devices = SharedDevices()
 

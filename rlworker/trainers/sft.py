@@ -67,7 +67,8 @@ class SftTrainer(Run[SftConfig]):
         heldout = {name: read(path) for name, path in sets.items()}
         self.heldout = {name: examples for name, (examples, _) in heldout.items()}
         held_out = [example for examples in self.heldout.values() for example in examples]
-        self.folder.inputs.hold(config.data, {"actor": self.model}, [*self.train, *held_out])
+        every, adapters = [*self.train, *held_out], config.actor.lora.start
+        self.folder.inputs.hold(config.data, {"actor": self.model}, every, adapters=adapters)
         self.skipped = {"skipped_train": skipped, "skipped_heldout": sum(count for _, count in heldout.values())}
         log_start(f"rows are read: {len(self.train)} to train on, {len(held_out)} held out")
 

@@ -5,6 +5,7 @@
     python scripts/bench/update.py --ways all-scored prompts tree --common 512 --ratios 544:32
     python scripts/bench/update.py --ways all-scored prompts tree --turns 4 --ratios 128:48
     python scripts/bench/update.py --images --ratios 40:64
+    python scripts/bench/update.py --model FOLDER --lora 16 --ratios 256:64 --prompts 1
     python scripts/bench/update.py --platform cuda --dtype bfloat16 --model FOLDER --ratios 256:64
 
 One engine, one rank, one thread, in this process. A ratio P:R is of prompts of P tokens and samples of R / 2 to
@@ -43,7 +44,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.beginnings import find_beginnings
 from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import get_logprobs, join_outputs
-from engines.config import MegatronConfig
+from engines.config import LoraConfig, MegatronConfig
 from engines.images.columns import make_image_columns
 from engines.images.placeholders import make_placeholders
 from engines.images.processor import ImageProcessor
@@ -76,6 +77,7 @@ PARSER.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32
 PARSER.add_argument("--images", action="store_true", help="a tiny Qwen2.5-VL; each prompt ends with an image")
 PARSER.add_argument("--ratios", type=parse_ratio, nargs="+", default=[(6, 16), (256, 64)], metavar="P:R")
 PARSER.add_argument("--ways", choices=WAYS, nargs="+", default=["all-scored", "alone", "prompts"])
+PARSER.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters in place of the weights")
 PARSER.add_argument("--common", type=int, default=0, help="tokens that all prompts begin with")
 PARSER.add_argument("--turns", type=int, default=1, help="sequences of an episode, each of which goes on from the last")
 for _name, _default in (("prompts", 4), ("samples", 8), ("rounds", 5), ("micro-batch-tokens", 16384)):
@@ -149,7 +151,9 @@ def running_engine(folder: Path) -> Iterator["MegatronEngine"]:
     from engines.megatron.engine import MegatronEngine  # once the platform has made Megatron its own
     from engines.megatron.groups import init_distributed, leave_distributed
 
-    config = MegatronConfig(dtype=OPTIONS.dtype, micro_batch_tokens=OPTIONS.micro_batch_tokens)
+    config = MegatronConfig(
+        dtype=OPTIONS.dtype, micro_batch_tokens=OPTIONS.micro_batch_tokens, lora=LoraConfig(rank=OPTIONS.lora)
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

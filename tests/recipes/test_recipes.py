@@ -47,12 +47,15 @@ KEPT = ("--rollout.top-k", "20")
 INTERN = ("--smoke-model", "internvl")
 GEMMA = ("--smoke-model", "gemma3")
 STATES = ("--smoke-model", "qwen3_5_text")
+LORA = ("--actor.lora.rank", "16")
 SMOKES = [
     *((name, {"ppo_gsm8k": TRACED, "images.grpo_geo3k": KEPT}.get(name, ())) for name in RECIPES),
     *((name, ()) for name in MIXTURES),
     *((name, NPU) for name in ON_NPU),
     ("grpo_gsm8k", STATES),
     ("sft", STATES),
+    ("sft", LORA),
+    ("grpo_gsm8k", LORA),
     ("images.grpo_geo3k", ("--smoke-model", "qwen3_vl")),
     ("images.grpo_geo3k", ("--smoke-model", "qwen3_5")),
     ("images.sft_vlm", ("--smoke-model", "qwen3_vl")),

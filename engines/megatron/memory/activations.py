@@ -10,6 +10,8 @@ from hardware.megatron.form import DeltaNet, Experts, LayerOptions
 from hardware.platform import KernelMemory
 
 FP32 = 4
+FROZEN_LOGITS = 2**22
+"""Most logits that a frozen head makes at once where it is trained through."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def _count_layer(
     query, key = (heads * model.head_dim * size * slots for heads in (model.heads, kv_heads))
     # A norm that scales by 1 + weight computes in fp32 and multiplies by hand: both tensors are kept.
     norm_input = (2 * FP32 if options.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
+    by_hand = options.norms_from_one or not kernels.fuses_norms
+    if config.lora.rank:  # a frozen norm keeps its input alone, in fp32 where it computes by hand
+        norm_input = (FP32 if by_hand else size) * slots
     hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
     before, core_input = query + 2 * key, query
     if config.tp > model.kv_heads:
@@ -95,13 +100,11 @@ def _count_layer(
     halves = 3 if kernels.fuses_swiglu and model.activation == "silu" else 5
     mlp = halves * ffn
     if options.experts:
-        shared = options.experts.shared
-        mlp = count_experts(options.experts, model.hidden, size, config) * slots
-        if config.megatron.get("moe_z_loss_coeff"):  # logits, and the logarithm of their sum
-            mlp += (options.experts.count + 1) * FP32 * slots
-        # With the input, of which the router has a copy, and the gate and the output that it scales.
-        gate = model.hidden + 1 if options.experts.gates_shared else 0
-        mlp += (halves * shared + model.hidden + gate) * size * slots if shared else 0
+        mlp = _count_mixture(options.experts, model.hidden, halves, config) * slots
+    if config.lora.rank:  # adapters make outputs of norms and activations again, and keep rank numbers of a token
+        targets = sum(len(adapter.targets) for adapter in config.lora.list_adapters(model)) / model.layers
+        norm = model.hidden * norm_input + (hidden if by_hand and size < FP32 else 0)  # the source in its own type
+        mlp += config.lora.rank * targets * size * slots - (0.0 if options.experts or halves == 3 else 3 * ffn)
     return _Layer(
         input=hidden,
         norms=2 * norm + post_norms,
@@ -112,6 +115,17 @@ def _count_layer(
         core_input=core_input,
         mlp=mlp,
     )
+
+
+def _count_mixture(experts: Experts, hidden: int, halves: int, config: MegatronConfig) -> float:
+    """Count the bytes that a layer of experts keeps for each slot, ``halves`` tensors of its shared expert's width."""
+    size, shared = get_itemsize(config.dtype), experts.shared
+    kept = count_experts(experts, hidden, size, config)
+    if config.megatron.get("moe_z_loss_coeff"):  # logits, and the logarithm of their sum
+        kept += (experts.count + 1) * FP32
+    # With the input, of which the router has a copy, and the gate and the output that it scales.
+    gate = hidden + 1 if experts.gates_shared else 0
+    return kept + ((halves * shared + hidden + gate) * size if shared else 0)
 
 
 def _count_state_layer(
@@ -252,7 +266,9 @@ def estimate_activations(
     if is_last and model.head == "language":
         logits = min(slots * model.vocab / tp, kernels.head_logits)
         head = 3 * FP32 * logits  # forward: logits, less the largest, and exp of that
-        if trainable:  # backward: logarithms and gradient, then in the weight's type; the weight's gradient, twice
+        if trainable and config.lora.rank:  # those that are kept, and a chunk's, less the largest, and exp
+            head = FP32 * (logits + 2 * min(logits, FROZEN_LOGITS))
+        elif trainable:  # backward: logarithms and gradient, then in the weight's type; the weight's gradient, twice
             gradients = 2 * FP32 + (size if size < FP32 else 0)
             head = max(head, gradients * logits + (FP32 + size) * model.vocab * model.hidden / tp)
     tower = 0.0
@@ -284,7 +300,8 @@ def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, tra
     vision, size = model.require_vision(), get_itemsize(config.dtype)
     mlp, norms = _MLP_TENSORS[vision.tower.activation] * vision.ffn, 2 * vision.width * vision.tower.gated
     whole = (11 * vision.width + mlp) * size + norms * FP32
-    if not trainable or "vision" in config.freeze:
+    adapted = any(adapter.weight.part == "vision" for adapter in config.lora.list_adapters(model))
+    if not trainable or "vision" in config.freeze or (config.lora.rank and not adapted):
         kept = whole
     elif config.recompute == "full":
         kept = vision.depth * vision.width * size + whole

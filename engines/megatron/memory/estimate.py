@@ -95,10 +95,10 @@ def _list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Itera
     """List a stage's weights in the order of Megatron's modules, each linear layer's adapter after its bias."""
     adapters = {adapter.weight.name.removesuffix("weight"): adapter for adapter in config.lora.list_adapters(model)}
     weights, place = [], ""
-    for name, weight in model.weights.items():
+    for name, weight in [*model.weights.items(), ("", None)]:  # after the last weight there may be an adapter too
         if (adapter := adapters.get(place)) and not name.startswith(place):
             weights += [(adapter.a.name, adapter.a), (adapter.b.name, adapter.b)]
-        weights.append((name, weight))
+        weights += [(name, weight)] if weight else []
         place = name.rpartition(".")[0] + "."
     for name, weight in weights:
         if name.startswith("decoder.layers."):

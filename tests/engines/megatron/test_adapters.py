@@ -8,10 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cover import matrix
-from support.factors import FAMILIES, FOUR_RANKS, LAYOUTS, PLATFORMS, RECOMPUTE, STATE_FAMILIES, TWO_RANKS, parse_size
+from support.factors import (
+    FAMILIES,
+    FOUR_RANKS,
+    IMAGE_FAMILIES,
+    LAYOUTS,
+    PLATFORMS,
+    RECOMPUTE,
+    STATE_FAMILIES,
+    TWO_RANKS,
+    parse_size,
+)
 from support.huggingface import load_folder
+from support.models import make_vlm
 from support.ranks.adapter_cases import (
     compute_peft,
+    find_frozen,
     load_peft,
     run_adapter_case,
     run_steps,
@@ -19,6 +31,7 @@ from support.ranks.adapter_cases import (
     write_folder,
 )
 from support.ranks.pool import draw_address
+from support.ranks.vlm_cases import make_images
 
 from engines.config import LoraConfig
 from engines.models.spec import ModelSpec
@@ -30,6 +43,13 @@ LORA = {
     "some": LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"), scaling="rslora"),
     "fused": LoraConfig(rank=3, alpha=2.0, targets=("qkv_proj", "down_proj"), scaling="rslora"),
     "attention": LoraConfig(rank=4, alpha=6.0, targets=("attention",)),
+    "sight": LoraConfig(rank=4, alpha=6.0, targets=("attention", "mlp", "vision", "projector")),
+    "tower": LoraConfig(rank=4, alpha=6.0, targets=("vision",)),
+    "states": LoraConfig(
+        rank=3, alpha=2.0, targets=("in_proj_qkv", "in_proj_b", "in_proj_z", "v_proj"), scaling="rslora"
+    ),
+    "fused_states": LoraConfig(rank=3, alpha=2.0, targets=("in_proj_ba", "out_proj", "k_proj"), scaling="rslora"),
+    "shared": LoraConfig(rank=4, alpha=6.0, targets=("attention", "gate_proj", "down_proj")),
 }
 """Adapters of all layers, and of some of those that Megatron has in one."""
 
@@ -40,20 +60,21 @@ def peft(make_hf_model):
 
     def run(family: str, lora: str) -> dict:
         if (family, lora) not in made:
-            made[family, lora] = compute_peft(make_hf_model(family, True), LORA[lora])
+            made[family, lora] = compute_peft(make_hf_model(family, is_tied(family)), LORA[lora])
         return made[family, lora]
 
     return run
 
 
 @pytest.fixture
-def compare(pool_of, make_hf_model, peft, measured):
+def compare(pool_of, make_hf_model, peft, measured, tmp_path):
     """``compare(size, family, lora, settings)``: run one case and check all of its numbers."""
 
-    def run(size: str, family: str, lora: str, settings: dict, platform: str = "cpu") -> None:
+    def run(size: str, family: str, lora: str, settings: dict, platform: str = "cpu", images: tuple = ()) -> None:
         settings = parse_size(size) | settings | {"lora": LORA[lora]}
-        folder, want = make_hf_model(family, True), peft(family, lora)
-        ranks = pool_of(size).run(run_adapter_case, draw_address(), folder, settings, platform)
+        folder = make_vlm(tmp_path, family) if images else make_hf_model(family, is_tied(family))
+        want = compute_peft(folder, LORA[lora], images) if images else peft(family, lora)
+        ranks = pool_of(size).run(run_adapter_case, draw_address(), folder, settings, platform, images)
         leaders = sorted((rank for rank in ranks if rank["is_leader"]), key=lambda rank: rank["dp_rank"])
         logits = leaders[0]["schedule"].restore_order(torch.cat([rank["logits"] for rank in leaders]))
         (merged,) = (rank["merged"] for rank in ranks if rank["merged"])
@@ -68,6 +89,10 @@ def compare(pool_of, make_hf_model, peft, measured):
         assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
 
     return run
+
+
+def is_tied(family: str) -> bool:
+    return family != "qwen3_next"  # whose folders may not tie it
 
 
 def choose_lora(family: str, lora: str) -> str:
@@ -99,6 +124,12 @@ def test_adapters_over_ranks(compare, size, lora, layout, recompute):
                 ("TP2", "gemma3_text", "some"),
                 ("TP2", "qwen3_5_text", "all"),
                 ("PP2", "qwen3_5_text", "some"),
+                ("TP2", "qwen3_5_text", "states"),
+                ("CP2", "qwen3_5_text", "states"),
+                ("TP2", "qwen3_next", "attention"),
+                ("one", "qwen3_next", "fused_states"),
+                ("DP2-EP2", "qwen2_moe", "shared"),
+                ("TP2", "qwen2_moe", "shared"),
                 ("TP4", "qwen2", "some"),
                 ("DP2-EP2", "qwen3_moe", "attention"),
             )
@@ -107,6 +138,29 @@ def test_adapters_over_ranks(compare, size, lora, layout, recompute):
 )
 def test_adapters_of_awkward_layers(compare, size, family, lora):
     compare(size, family, lora, {})
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "lora"),
+    [
+        ("TP2", "qwen2_5_vl", "sight"),
+        *(
+            pytest.param(*case, marks=pytest.mark.large)
+            for case in (
+                ("one", "qwen2_5_vl", "tower"),
+                ("PP2", "qwen2_5_vl", "sight"),
+                ("CP2", "qwen2_5_vl", "attention"),
+                ("one", "qwen3_vl", "sight"),
+                ("TP2", "qwen3_vl", "tower"),
+                ("one", "gemma3", "sight"),
+                ("one", "internvl", "sight"),
+                ("TP2", "qwen3_5", "sight"),
+            )
+        ),
+    ],
+)
+def test_adapters_of_models_that_see_images(compare, tmp_path, size, family, lora):
+    compare(size, family, lora, {}, images=tuple(make_images(tmp_path)))
 
 
 @pytest.mark.large
@@ -180,14 +234,44 @@ def test_weights_in_bfloat16_are_merged_in_fp32_and_rounded_once(one_rank, make_
 
 
 @pytest.mark.parametrize(
-    ("size", "family", "lora"), [("one", "phi3", "fused"), ("TP2", "qwen3", "some"), ("PP2", "qwen2", "all")]
+    ("size", "dtype"),
+    [
+        ("one", "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.large) for case in (("one", "float32"), ("TP2", "bfloat16"))),
+    ],
+)
+def test_weights_sent_without_their_adapters_are_found_by_digests(pool_of, make_hf_model, size, dtype):
+    """In bfloat16 too, whose logprobs are too coarse to show a single update (verl#7495)."""
+    settings = parse_size(size) | {"dtype": dtype, "lora": LoraConfig(rank=4)}
+    ranks = pool_of(size).run(find_frozen, draw_address(), make_hf_model("qwen2", False), settings)
+    found = {moment: [name for rank in ranks for name in rank[moment]] for moment in ranks[0]}
+    assert not found["before"] + found["after"] + found["mended"], "B is zero at first, and then all arrives"
+    assert len(found["planted"]) == 8 and all(name.endswith("_proj.weight") for name in found["planted"]), found
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "lora"),
+    [
+        ("one", "phi3", "fused"),
+        ("TP2", "qwen3", "some"),
+        ("PP2", "qwen2", "all"),
+        *(
+            pytest.param(*case, marks=pytest.mark.large)
+            for case in (
+                ("TP2", "qwen2_5_vl", "sight"),
+                ("one", "gemma3", "attention"),
+                ("TP2", "qwen3_5_text", "states"),
+            )
+        ),
+    ],
 )
 def test_a_folder_goes_from_peft_through_ranks_and_back_bit_for_bit(
     pool_of, make_hf_model, tmp_path, size, family, lora
 ):
     from peft import PeftModel
 
-    folder, source, target = make_hf_model(family, True), str(tmp_path / "peft"), str(tmp_path / "ours")
+    folder = make_vlm(tmp_path / "model", family) if family in IMAGE_FAMILIES else make_hf_model(family, True)
+    source, target = str(tmp_path / "peft"), str(tmp_path / "ours")
     spec, lora = ModelSpec.from_folder(folder), LORA[lora]
     load_peft(spec, lora).save_pretrained(source)
     settings = parse_size(size) | {"lora": replace(lora, start=source)}

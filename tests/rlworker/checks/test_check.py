@@ -17,10 +17,10 @@ from support.models import write_config
 from support.program import run_program
 
 from engines.batch.beginnings import find_beginnings
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import LoraConfig, MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.probes.case import Influence
-from engines.probes.faults import FAULTS, list_real_faults
+from engines.probes.faults import ADAPTER_FAULTS, FAULTS, list_real_faults
 from hardware.platforms import get_platform
 from rlworker import __main__ as cli
 from rlworker.checks.case import make_case
@@ -89,6 +89,35 @@ def test_a_model_that_sees_images_passes(cluster, tmp_path, tiny, sizes):
     assert {finding.outcome for finding in found if finding.check != "attention"} == {"ok"}, found
     images = [finding.where for finding in found if finding.check == "images"]
     assert images == ["bshd, whole model", "thd, whole model", "tower"]
+
+
+ADAPTED = ("--actor.lora.rank", "4")
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("tiny", ["qwen2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_pass_at_two_ranks(cluster, tmp_path, tiny, dtype):
+    from rlworker.checks.check import run_check
+
+    actor = MegatronConfig(ranks=2, tp=2, dtype=dtype, lora=LoraConfig(rank=4))
+    rollout = replace(CheckConfig().rollout, dtype=dtype)
+    found = run_check(CheckConfig(model=make_tiny_model(tmp_path, tiny), actor=actor, rollout=rollout), print)
+    assert {finding.outcome for finding in found} == {"ok"}, found
+    lines = {finding.check: finding.text for finding in found}
+    assert "lora_" in lines["gradients"] and "logprob mean" in lines["merge"]
+    assert float(re.search(r"logprob mean (\S+)", lines["merge"])[1]) > (1e-4 if dtype == "bfloat16" else 1e-8)
+
+
+@pytest.mark.large
+def test_faults_of_adapters_are_found(cluster):
+    command = [Path(sys.executable).parent / "rlworker", "check", "--json", "--self-test", *ADAPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    found = {finding["where"]: finding for finding in json.loads(done.stdout) if finding["check"] == "fault"}
+    assert done.returncode == 0 and set(found) == set(ADAPTER_FAULTS), done.stderr
+    for name, finding in found.items():
+        assert finding["outcome"] == "ok" and finding["text"].startswith(ADAPTER_FAULTS[name].found_by), finding
+    assert "sent without their adapters" in found["frozen weights"]["text"]
 
 
 @pytest.mark.timeout(820)

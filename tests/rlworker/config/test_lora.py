@@ -13,7 +13,6 @@ from support.program import run_program
 from engines.config import LoraConfig, MegatronConfig
 from engines.models.adapter_folder import save_adapter_folder
 from engines.models.spec import ModelSpec
-from rlworker.checks.config import CheckConfig
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
@@ -47,9 +46,19 @@ def test_contradictions_are_refused(make, message):
     [
         ("llama", ("query",), 1, r"targets names \['query'\], expected attention, mlp or some of \['down_proj', 'gate"),
         ("phi3", ("q_proj",), 1, r"expected attention, mlp or some of \['down_proj', 'gate_up_proj', 'o_proj', 'qkv"),
-        ("qwen3_moe", ("attention", "mlp"), 1, "experts have no adapters yet; set --actor.lora.targets attention"),
-        ("qwen3_moe-dense", ("up_proj",), 1, "experts have no adapters yet"),
-        ("qwen3_5_text", ("attention",), 4, r"leaves stages \[0, 1, 2\] of pp=4 nothing to learn"),
+        (
+            "qwen3_moe",
+            ("attention", "mlp"),
+            1,
+            "experts have no adapters yet; set --actor.lora.targets to attention, or",
+        ),
+        (
+            "qwen3_moe",
+            ("up_proj",),
+            1,
+            r"targets names \['up_proj'\], expected attention, mlp or some of \['k_proj', 'o_",
+        ),
+        ("qwen3_5_text", ("q_proj",), 4, r"leaves stages \[0, 1, 2\] of pp=4 nothing to learn"),
     ],
 )
 def test_layers_without_adapters_are_refused(make_hf_model, family, targets, pp, message):
@@ -58,14 +67,17 @@ def test_layers_without_adapters_are_refused(make_hf_model, family, targets, pp,
         config.check_model(ModelSpec.from_folder(make_hf_model(family, False)))
 
 
-def test_the_check_has_no_adapters():
-    with pytest.raises(ValueError, match=r"check: actor.lora.rank=4 leaves no weight a gradient to compare; leave"):
-        CheckConfig(actor=MegatronConfig(lora=LoraConfig(rank=4)))
+def test_layers_of_a_tower_are_a_group_of_their_own(tmp_path):
+    spec = ModelSpec.from_folder(make_vlm(tmp_path, "qwen2_5_vl"))
 
+    def list_places(*targets: str) -> set[str]:
+        adapters = LoraConfig(rank=4, targets=targets).list_adapters(spec)
+        return {name.split(".")[3] for adapter in adapters for name in adapter.tensors}
 
-def test_models_with_vision_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="this one has vision, whose layers have no adapters yet"):
-        MegatronConfig(lora=LoraConfig(rank=4)).check_model(ModelSpec.from_folder(make_vlm(tmp_path, "qwen2_5_vl")))
+    assert list_places("attention", "mlp") == {"language_model"} and list_places("vision", "projector") == {"visual"}
+    assert list_places("gate_proj") == {"language_model", "visual"}, "PEFT takes both by such a name"
+    with pytest.raises(ValueError, match="expected attention, mlp, vision, projector or some of"):
+        MegatronConfig(lora=LoraConfig(rank=4, targets=("tower",))).check_model(spec)
 
 
 @pytest.mark.parametrize("typed", ["--actor.lora.dropout 0.1", "--lora_dropout 0.1", "+a.model.lora.dropout=0.1"])

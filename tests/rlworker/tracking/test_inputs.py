@@ -9,9 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from engines.config import LoraConfig
+from engines.models.adapter_folder import save_adapter_folder
+from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
@@ -101,6 +105,26 @@ def test_a_changed_input_is_named_however_alike_the_file_looks(begun, name, chan
     keep_times(folder / name, change)
     advice = rf"Put back the old model and data, or start a new run .* --model \S+{STEP}"
     with pytest.raises(ValueError, match=rf"^run_dir: .* cannot be resumed with another .* data: {message}.*{advice}"):
+        begin(config)
+
+
+def test_adapters_to_start_from_may_move_and_not_change(begun):
+    config, folder = begun()
+    lora = LoraConfig(rank=4, targets=("q_proj",))
+    spec = ModelSpec.from_folder(folder / "model")
+    values = {name: torch.ones(shape) for one in lora.list_adapters(spec) for name, shape in one.tensors.items()}
+    save_adapter_folder(values.items(), lora.peft_settings, "", str(folder / "adapter"))
+    lora = replace(lora, start=str(folder / "adapter"))
+    config = replace(config, run_dir=f"{config.run_dir}-adapted", actor=replace(config.actor, lora=lora))
+    begin(replace(config, resume=False))
+    (folder / "adapter").rename(folder / "moved")
+    config = replace(config, actor=replace(config.actor, lora=replace(lora, start=str(folder / "moved"))))
+    begin(config)
+    values[next(iter(values))][0, 0] += 1e-3
+    save_file({name: value.numpy() for name, value in values.items()}, folder / "moved" / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"actor\.lora\.start adapter_model\.safetensors was \d+ bytes, digest \w+, is"
+    ):
         begin(config)
 
 

@@ -1,11 +1,16 @@
 """Ranks of the tests of adapters run these functions, and PEFT's model beside them computes the same."""
 
+from dataclasses import replace
+
 import torch
 from support.huggingface import name_weights, run_forward
 from support.ranks.engines_cases import STEPS, build_engine, gather_logits, make_batch, plan
+from support.ranks.vlm_cases import make_vlm_batch
 
+from engines.batch.batch import TrainBatch
 from engines.config import LoraConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
+from engines.weight_digest import DigestPlan
 from rlworker.checks.huggingface import load_huggingface, probe_loss
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, adam_eps=1e-4, clip_grad=0.5)
@@ -22,12 +27,24 @@ def list_shapes(model: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...]
     return {name: shape for adapter in lora.list_adapters(model) for name, shape in adapter.tensors.items()}
 
 
-def run_adapter_case(rank: int, world: int, address: str, folder: str, settings: dict, platform: str = "cpu") -> dict:
+def draw_batch(model: ModelSpec, images: list[str]) -> TrainBatch:
+    return make_vlm_batch(model, images) if model.vision else make_batch()
+
+
+def run_adapter_case(
+    rank: int,
+    world: int,
+    address: str,
+    folder: str,
+    settings: dict,
+    platform: str = "cpu",
+    images: tuple[str, ...] = (),
+) -> dict:
     """Compute what adapters change: logits, their gradients, their values after some steps, and merged weights."""
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": OPTIMIZER}, platform)
     from engines.probes.megatron import gather_adapter_gradients
 
-    batch = make_batch()
+    batch = draw_batch(engine.model, images)
     schedule, shard = plan(engine, batch)
     fill(engine)
     logits, merged = gather_logits(engine, shard), {n: t.clone() for n, t in engine.export_weights()}
@@ -89,6 +106,28 @@ def run_steps(rank: int, world: int, address: str, folder: str, settings: dict, 
     }
 
 
+def find_frozen(rank: int, world: int, address: str, folder: str, settings: dict) -> dict[str, list[str]]:
+    """List frozen weights before an update, after it, and where adapters are left out of what is sent."""
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": replace(OPTIMIZER, lr=1e-4)})
+    from engines.megatron.adapters import list_frozen
+    from engines.probes.faults import mend, plant
+
+    def send(seed: int) -> list[str]:
+        plan, sent = DigestPlan(settings["dtype"], columns=4, seed=seed), {}
+        for _ in plan.digest(engine.export_weights(), sent):
+            pass
+        return list_frozen(engine, plan, sent)
+
+    _, shard = plan(engine, batch := make_batch())
+    found = {"before": send(1)}
+    engine.train_step(shard, probe_loss, float(batch.mask.sum()))
+    found |= {"after": send(2)}
+    plant(engine, "frozen weights")
+    found |= {"planted": [name for seed in (3, 4) for name in send(seed)]}
+    mend(engine)
+    return found | {"mended": send(5)}
+
+
 def write_folder(rank: int, world: int, address: str, folder: str, settings: dict, target: str) -> list[str]:
     """Write the adapters of a new engine as PEFT does; returns the names of the files on the rank that wrote them."""
     engine = build_engine(rank, world, address, folder, settings)
@@ -102,7 +141,8 @@ def load_peft(spec: ModelSpec, lora: LoraConfig):
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model, set_peft_model_state_dict
 
-    names = sorted({name.split(".")[-3] for name in list_shapes(spec, lora)})
+    names = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in list_shapes(spec, lora)}
+    names = sorted(names if spec.vision else {name.rpartition(".")[2] for name in names})
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.scaling == "rslora"}
     model = get_peft_model(load_huggingface(spec), PeftConfig(target_modules=names, **settings))
     result = set_peft_model_state_dict(model, draw_adapters(list_shapes(spec, lora)))
@@ -116,9 +156,10 @@ def name_peft(model, value_of) -> dict[str, torch.Tensor]:
     return {name.replace(".default.", "."): value.detach().clone() for name, value in found.items()}
 
 
-def compute_peft(folder: str, lora: LoraConfig) -> dict:
+def compute_peft(folder: str, lora: LoraConfig, images: tuple[str, ...] = ()) -> dict:
     """Compute by PEFT what ``run_adapter_case`` does, one sequence at a time."""
-    spec, batch, result = ModelSpec.from_folder(folder), make_batch(), {"norms": []}
+    spec, result = ModelSpec.from_folder(folder), {"norms": []}
+    batch = draw_batch(spec, images)
     model = load_peft(spec, lora)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=OPTIMIZER.lr, eps=OPTIMIZER.adam_eps, weight_decay=0.0)

@@ -120,6 +120,15 @@ def test_planned_bytes_of_adapters(two_ranks, make_hf_model, size, family, head,
 
 
 @pytest.mark.large
+@pytest.mark.parametrize(("size", "family"), [("TP2", "qwen2_5_vl"), ("PP2", "qwen3_vl"), ("TP2", "qwen3_5")])
+def test_planned_bytes_of_adapters_of_a_tower(two_ranks, tmp_path, size, family):
+    settings = parse_size(size) | {"lora": LoraConfig(rank=4, targets=("attention", "mlp", "vision", "projector"))}
+    for rank in two_ranks.run(bytes_held, draw_address(), make_vlm(tmp_path, family), settings, "language"):
+        assert rank["parameters"] == rank["wanted"]
+        assert rank["held"] == rank["planned"]
+
+
+@pytest.mark.large
 @pytest.mark.parametrize(("size", "frozen"), [("TP2", "vision"), ("PP2", "")])
 def test_planned_bytes_where_a_model_with_images_has_states(two_ranks, tmp_path, size, frozen):
     test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, size, IMAGE_STATE_FAMILIES[0], frozen)
@@ -174,6 +183,7 @@ CASES = [
     ("gemma3_text", "one", {}),
     ("qwen3_moe", "one", {}),
     ("qwen3_5_text", "one", {}),
+    ("llama", "one", {"lora": LoraConfig(rank=4)}),
 ]
 MORE_CASES = [
     ("qwen3", "one", {}),
@@ -204,6 +214,10 @@ MORE_CASES = [
     ("glm4_moe", "one", {}),
     ("glm4_moe", "one", {"dtype": "bfloat16"}),
     ("glm4_moe-air", "TP2", {"recompute": "full"}),
+    ("qwen2", "TP2", {"lora": LoraConfig(rank=4)}),
+    ("qwen3", "one", {"lora": LoraConfig(rank=4), "recompute": "core"}),
+    ("llama", "PP2", {"lora": LoraConfig(rank=4), "recompute": "full"}),
+    ("qwen3", "one", {"lora": LoraConfig(rank=4), "dtype": "bfloat16"}),
 ]
 
 
