@@ -91,9 +91,8 @@ class Trainer(Run[RunConfig]):
         heldout = [read(path) for path in sets.values()]
         self.rows, self.heldout = train.rows, dict(zip(sets, (each.rows for each in heldout), strict=True))
         held_out = [row for rows in self.heldout.values() for row in rows]
-        every = [*self.rows, *held_out]
-        sources, adapters = config.curriculum.weigh_sources(config.data.train), config.actor.lora.start
-        self.folder.inputs.hold(config.data, self.models, every, sources, adapters)
+        every, sources = [*self.rows, *held_out], config.curriculum.weigh_sources(config.data.train)
+        self.folder.inputs.hold(config.data, self.models, every, sources, config.actor.lora.start)
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": sum(each.skipped for each in heldout)}
         log_start(f"rows are read: {len(self.rows)} to train on, {len(held_out)} held out")
