@@ -4,7 +4,7 @@ import contextlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -258,7 +258,7 @@ class MegatronEngine:
             for column in (micro.support, micro.rollout_top_ids)
         )
         hidden, most = layout.gather_slots(hidden.transpose(0, 1)), self.platform.kernel_memory.head_logits
-        sizes = self.adapters.cut_head(len(hidden), most) if self.adapters else {"at_once": most}
+        sizes: dict[str, Any] = self.adapters.cut_head(len(hidden), most) if self.adapters else {"at_once": most}
         scores = score_tokens(
             hidden,
             module.output_weight,

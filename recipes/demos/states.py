@@ -37,7 +37,7 @@ def make_trainer(config: StateConfig, *arguments: Any, **parts: Any) -> Trainer:
 
 
 STATE_ADDITION = replace(demo_cpu.ADDITION, make_model=make_state_model, make_trainer=make_trainer)
-DEFAULT = StateConfig(**vars(demo_cpu.DEFAULT) | {"run_dir": "runs/demo_states"})
+DEFAULT = replace(StateConfig(**vars(demo_cpu.DEFAULT)), run_dir="runs/demo_states")
 
 if __name__ == "__main__":
     run_toy(DEFAULT, __doc__, STATE_ADDITION)
