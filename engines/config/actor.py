@@ -219,6 +219,13 @@ class MegatronConfig:
                 "--actor.freeze"
             )
         self.lora.check_model(model, self.pp)
+        if "experts" in self.lora.targets:
+            unit = 16 // (4 if self.dtype == "float32" else 2)  # products of experts take rows of whole 16 bytes
+            if self.etp > 1 or self.lora.rank % unit:
+                raise ValueError(
+                    f"actor: lora.targets names experts at etp={self.etp} and lora.rank={self.lora.rank}, expected "
+                    f"etp=1 and a multiple of {unit}; change --actor.etp and --actor.lora.rank"
+                )
         if not self.lora.rank and all(self.freezes(weight.part) for weight in model.weights.values()):
             raise ValueError("actor: freeze of all parts leaves nothing to learn; leave one out of --actor.freeze")
         if "language" in self.freeze and self.pp > 1:

@@ -27,8 +27,8 @@ class LoraConfig:
     alpha: Annotated[float, Gt(0), FINITE] = 32.0
     """Scale of the adapters: s is alpha / rank, or what scaling says."""
     targets: tuple[str, ...] = ("attention", "mlp")
-    """Linear layers with adapters: attention and mlp of the language model, vision, projector, or a layer's name in
-    PEFT's target_modules, such as q_proj."""
+    """Layers with adapters: attention, mlp, experts, vision, projector, or a layer's name in PEFT's target_modules,
+    such as q_proj. The first three are of the language model."""
     scaling: Literal["lora", "rslora"] = "lora"
     """Scale by rank: lora is alpha / rank, rslora is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: str = ""
@@ -74,16 +74,16 @@ class LoraConfig:
         if not self.rank:
             return
         available = list_targets(model)
-        groups = dict.fromkeys((*GROUPS, *available.values()))
+        groups = dict.fromkeys((*GROUPS, *available.values(), *(("experts",) if model.experts else ())))
         if unknown := [target for target in self.targets if target not in (*groups, *available)]:
             raise ValueError(
                 f"actor.lora: targets names {unknown}, expected {', '.join(groups)} or some of {sorted(available)}; "
                 "change --actor.lora.targets"
             )
-        if model.experts and "mlp" in self.targets:
+        if model.experts and "mlp" in self.targets and "experts" not in self.targets:
             raise ValueError(
-                f"actor.lora: targets={self.targets} names all MLPs, and routed experts have no adapters yet; set "
-                "--actor.lora.targets to attention, or to names of layers"
+                f"actor.lora: targets={self.targets} names MLPs, and not the model's routed experts; add experts to "
+                "--actor.lora.targets, or leave mlp out"
             )
         self._check_stages(model, stages)
         if self.start:

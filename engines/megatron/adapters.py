@@ -17,11 +17,11 @@ from engines.interfaces import OffloadPart
 from engines.megatron.memory.activations import FROZEN_LOGITS
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
 from engines.models.adapter_folder import WEIGHTS, save_adapter_folder
-from engines.models.adapters import draw_start, name_in_peft
+from engines.models.adapters import ExpertAdapter, draw_start, name_in_peft
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
-from hardware.megatron.adapters import LinearAdapter, keep_less
+from hardware.megatron.adapters import GroupedAdapter, LinearAdapter, keep_less
 
 _LOOKED_AT = 4
 """Number of weights whose digests are compared with those of the model's folder after a sync."""
@@ -44,11 +44,18 @@ class Adapters:
         stated = config.lora.list_adapters(model)
         self._weights = {weight.name: weight for adapter in stated for weight in (adapter.a, adapter.b)}
         self._targets = {name for adapter in stated for name in adapter.tensors}
+        self.parameters = sorted({each.parameter for each in stated if isinstance(each, ExpertAdapter)})
         layers: dict[str, Any] = number_layers(module, module.named_modules())
         self.tensors: dict[str, torch.nn.Parameter] = {}
-        self._of_weight: dict[Tensor, LinearAdapter] = {}
+        self._of_weight: dict[Tensor, LinearAdapter | GroupedAdapter] = {}
         for adapter in stated:
-            if layer := layers.get(adapter.weight.name.removesuffix(".weight")):
+            if isinstance(adapter, ExpertAdapter):
+                if experts := layers.get(adapter.weight.name.rpartition(".")[0]):
+                    parameter = getattr(experts, adapter.weight.name.rpartition(".")[2])
+                    made = GroupedAdapter(experts, parameter, config.lora.rank, config.lora.scale)
+                    self._of_weight[parameter] = made
+                    self.tensors |= {adapter.a.name: made.a, adapter.b.name: made.b}
+            elif layer := layers.get(adapter.weight.name.removesuffix(".weight")):
                 places = {name: place for place, name in enumerate(adapter.targets)}
                 tensors = adapter.weight.tensors.items()
                 rows = [torch.full((shape[0], 1), places.get(name, -1)) for name, shape in tensors]
@@ -130,7 +137,7 @@ def save_adapters(engine: Any, folder: str) -> list[str]:
             pass
         return []
     settings, has_others = engine.config.lora.peft_settings, engine.model.vision is not None
-    return save_adapter_folder(found, settings, engine.model.folder, folder, exact=has_others)
+    return save_adapter_folder(found, settings, engine.model.folder, folder, has_others, engine.adapters.parameters)
 
 
 @torch.no_grad()

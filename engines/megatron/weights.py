@@ -63,6 +63,8 @@ def _join(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int) ->
         return torch.cat(tensors)
     if kind == "experts":
         return torch.stack(tensors)
+    if kind == "expert_columns":
+        return tensors[0].unflatten(1, (-1, weight.groups)).permute(2, 0, 1)
     if kind == "gated_experts":
         return torch.stack(tensors).unflatten(0, (-1, 2))
     if kind == "fused_experts":
@@ -93,6 +95,8 @@ def _count_qkv_rows(model: ModelSpec) -> list[int]:
 def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
     """Split a Megatron tensor into its HuggingFace tensors: the inverse of ``_join``."""
     rows = [shape[0] for shape in weight.tensors.values()]  # of each HF tensor, in the order of their join
+    if weight.join == "expert_columns":
+        return [whole.permute(1, 2, 0).flatten(1)]
     if weight.join in ("experts", "gated_experts"):
         return list(whole.flatten(0, -3))  # but for the last two axes, of which each HF tensor has its own
     if weight.join in ("fused_experts", "fused_gated_experts"):

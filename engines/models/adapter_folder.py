@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a folder is checked before anything takes the time to impor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
-_REFUSED += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
+_REFUSED += ("layers_to_transform", "layer_replication", "trainable_token_indices")
 _REFUSED += ("alora_invocation_tokens", "megatron_config")
 """Keys of features that the engine does not compute; they must be off."""
 _FROM_FOLDER = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "scaling"}
@@ -70,14 +70,19 @@ def check_adapter_folder(
 
 
 def save_adapter_folder(
-    adapters: Iterable[tuple[str, Tensor]], settings: Mapping[str, Any], base: str, folder: str, exact: bool = False
+    adapters: Iterable[tuple[str, Tensor]],
+    settings: Mapping[str, Any],
+    base: str,
+    folder: str,
+    exact: bool = False,
+    parameters: Sequence[str] = (),
 ) -> list[str]:
     """Write adapters as PEFT does. The folder appears under its name once it is whole.
 
     Args:
         adapters: ``(PEFT's name, tensor)`` of each. settings: PEFT's ``r``, ``lora_alpha`` and ``use_rslora``.
         base: the folder of the model that they are added to. exact: layers are named whole, since others that have no
-            adapter end like these.
+            adapter end like these. parameters: PEFT's ``target_parameters``, whose modules are no layers.
 
     Returns:
         the names of the files.
@@ -86,11 +91,14 @@ def save_adapter_folder(
 
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in adapters}
     places = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
+    modules = {parameter.rpartition(".")[0] for parameter in parameters}
+    places = {place for place in places if not place.removesuffix(".base_layer").endswith(tuple(modules) or ("\0",))}
     config = dict(settings) | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "target_modules": sorted(places if exact else {place.rpartition(".")[2] for place in places}),
+        "target_parameters": [*parameters],
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _MOVE = 0.3
 """About three times the share of a layer's output by which random adapters change it, for weights of 1 / sqrt(in)."""
 _LINEAR = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
+_EXPERTS = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.weight\d")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,57 @@ class Adapter:
         return {name: shape for name, shape in (self.a.tensors | self.b.tensors).items() if name in names}
 
 
+@dataclass(frozen=True)
+class ExpertAdapter(Adapter):
+    """The adapters of one of Megatron's weights of all routed experts ``[experts, ..., in]``: one of each expert.
+
+    They are those of PEFT's ``target_parameters``. Gate and up projection are one tensor of transformers' module, which
+    has one A. ``a`` stacks the A of the experts; ``b`` is ``[experts, out, rank]``.
+    """
+
+    @property
+    def name(self) -> str:
+        """Megatron's name of the module that has both."""
+        place, _, own = self.weight.name.rpartition(".")
+        return f"{place}.adapter.{own}"
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """Number of experts, and rows and columns of each."""
+        count, *rows, columns = self.weight.cut_shape({"tp": 1, "ep": 1, "etp": 1})
+        return count, math.prod(rows), columns
+
+    @cached_property
+    def a(self) -> Weight:
+        """Rows ``[experts * rank, in]`` that make ``rank`` numbers of a token for each expert."""
+        count, _, columns = self.shape
+        tensors = {self._name_in_peft("A"): (count * self.rank, columns)}
+        return Weight(f"{self.name}.a", tensors, cut={0: "ep"}, part=self.weight.part)
+
+    @cached_property
+    def b(self) -> Weight:
+        """Rows ``[experts, out, rank]``; PEFT has columns of one expert after another, rank by rank."""
+        count, rows, _ = self.shape
+        tensors = {self._name_in_peft("B"): (rows, self.rank * count)}
+        return Weight(f"{self.name}.b", tensors, "expert_columns", {0: "ep"}, self.weight.part, groups=count)
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """PEFT's names of both tensors -> shape."""
+        return self.a.tensors | self.b.tensors
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter, as in PEFT's ``target_parameters``."""
+        return ".".join(self.weight.module.split(".")[-3:])
+
+    def _name_in_peft(self, kind: str) -> str:
+        """Name A or B: PEFT wraps the module of both parameters twice, and the first of them is within."""
+        place = self.model.find_module_name(self.weight.module.rpartition(".")[0])
+        within = ".base_layer" if self.weight.name.endswith("1") else ""
+        return f"base_model.model.{place}{within}.lora_{kind}.weight"
+
+
 def is_adapter(name: str) -> bool:
     """Tell whether a parameter by Megatron's name is of an adapter."""
     return ".adapter." in name
@@ -109,6 +162,9 @@ def list_adapters(model: ModelSpec, rank: int, targets: Sequence[str]) -> list[A
         chosen = tuple(name for name in weight.tensors if {group, _name_target(name)} & {*targets})
         if chosen:
             found.append(Adapter(model, weight, layer, chosen, rank))
+    if "experts" in targets:
+        places = ((_EXPERTS.fullmatch(name), weight) for name, weight in model.weights.items())
+        found += [ExpertAdapter(model, weight, int(place[1]), (), rank) for place, weight in places if place]
     return found
 
 

@@ -26,6 +26,7 @@ Join = Literal[
     "gated_experts",
     "fused_experts",
     "fused_gated_experts",
+    "expert_columns",
 ]
 Way = Literal["tp", "ep", "etp"]
 """Ways to cut a parameter over ranks: tensor and expert parallelism, and the tensor parallelism of experts."""
@@ -46,6 +47,7 @@ class Weight:
             with an ``order`` a tensor has its runs so already, and they change places. ``experts`` stacks a tensor of
             each expert, ``gated_experts`` gate and up of each. ``fused_experts`` transposes a tensor of all experts,
             ``[experts, f, h]``, and ``fused_gated_experts`` one of gate and up side by side, ``[experts, h, 2 f]``.
+            ``expert_columns`` takes the columns of each of ``groups`` experts, which alternate, as a matrix of its own.
         groups, runs: for ``grouped``, the number of parts of a run, and the rows of each run.
         order: for ``grouped``, the place among ``runs`` of each run of Megatron's tensor.
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
@@ -85,6 +87,8 @@ class Weight:
             shape = [shape[0], shape[2], shape[1]]
         elif self.join == "fused_gated_experts":
             shape = [shape[0], 2, shape[2] // 2, shape[1]]
+        elif self.join == "expert_columns":
+            shape = [self.groups, shape[0], shape[1] // self.groups]
         if self.join == "vocabulary":
             shape[0] = -(-shape[0] // sizes["tp"]) * sizes["tp"]
         for axis, way in self.cut.items():

@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of Megatron's linear layers, cut over ranks as the layer is."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -17,7 +18,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from hardware.megatron.layers import NormFromOne, RMSNorm
-from hardware.megatron.marks import mark_sequence_parallel
+from hardware.megatron.marks import mark_experts, mark_sequence_parallel
 
 _REBUILD = "rebuild"
 """Attribute of a tensor: a function, and the tensor of which it makes this one again."""
@@ -93,6 +94,42 @@ class LinearAdapter(torch.nn.Module):
     def merge(self, weight: Tensor) -> Tensor:
         """Return ``W + s B A`` of this rank's part of the layer, computed in fp32 and rounded to W's type once."""
         return weight.float().addmm(self.spread().float(), self.a.float(), alpha=self.scale).to(weight.dtype)
+
+
+class GroupedAdapter(torch.nn.Module):
+    """Adds ``s B x A`` of each row's expert to products with a weight of a rank's experts, ``[experts, ..., in]``.
+
+    Args:
+        experts: the ``GroupedExperts``. weight: one of its two.
+    """
+
+    def __init__(self, experts: Any, weight: Tensor, rank: int, scale: float):
+        super().__init__()
+        self.scale, self.enabled, (count, *rows, columns) = scale, True, weight.shape
+        self.a, self.b = (
+            torch.nn.Parameter(weight.new_zeros(shape))
+            for shape in ((count * rank, columns), (count, math.prod(rows), rank))
+        )
+        mark_experts([self.a, self.b], cut_dim=0)
+        if not hasattr(experts, "adapter"):
+            experts.adapter = torch.nn.ModuleDict()
+        experts.adapter["weight1" if weight is experts.weight1 else "weight2"] = self
+        multiply = experts.multiply
+
+        def multiply_adapted(x: Tensor, other: Tensor, ends: Tensor) -> Tensor:
+            y = multiply(x, other, ends)
+            if other.data_ptr() != weight.data_ptr() or not self.enabled:
+                return y
+            low = multiply(x, self.a.unflatten(0, (count, -1)), ends)
+            return y + multiply(low, self.b, ends) * self.scale
+
+        experts.multiply = multiply_adapted
+
+    @torch.no_grad()
+    def merge(self, weight: Tensor) -> Tensor:
+        """Return ``W + s B A`` of each expert, computed in fp32 and rounded to W's type once."""
+        change = self.b.float() @ self.a.float().unflatten(0, (len(self.b), -1))
+        return (weight.float() + self.scale * change.view(weight.shape)).to(weight.dtype)
 
 
 class _Down(torch.autograd.Function):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engines.batch.balance import choose_largest
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
-from engines.models.adapters import is_adapter
+from engines.models.adapters import ExpertAdapter, is_adapter
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Weight
 from hardware.attention.rules import compute_slot_unit
@@ -95,10 +95,14 @@ def _list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Itera
     """List a stage's weights in the order of Megatron's modules, each linear layer's adapter after its bias."""
     adapters = {adapter.weight.name.removesuffix("weight"): adapter for adapter in config.lora.list_adapters(model)}
     weights, place = [], ""
+    grouped = [each for each in config.lora.list_adapters(model) if isinstance(each, ExpertAdapter)]
     for name, weight in [*model.weights.items(), ("", None)]:  # after the last weight there may be an adapter too
         if (adapter := adapters.get(place)) and not name.startswith(place):
             weights += [(adapter.a.name, adapter.a), (adapter.b.name, adapter.b)]
         weights += [(name, weight)] if weight else []
+        if name.endswith(".experts.weight2"):  # after both
+            own = [each for each in grouped if name[:-1] == each.weight.name[:-1]]
+            weights += [(part.name, part) for each in own for part in (each.a, each.b)]
         place = name.rpartition(".")[0] + "."
     for name, weight in weights:
         if name.startswith("decoder.layers."):

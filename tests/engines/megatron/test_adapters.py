@@ -43,6 +43,7 @@ LORA = {
     "some": LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"), scaling="rslora"),
     "fused": LoraConfig(rank=3, alpha=2.0, targets=("qkv_proj", "down_proj"), scaling="rslora"),
     "attention": LoraConfig(rank=4, alpha=6.0, targets=("attention",)),
+    "experts": LoraConfig(rank=4, alpha=6.0, targets=("attention", "experts")),
     "sight": LoraConfig(rank=4, alpha=6.0, targets=("attention", "mlp", "vision", "projector")),
     "tower": LoraConfig(rank=4, alpha=6.0, targets=("vision",)),
     "states": LoraConfig(
@@ -116,7 +117,7 @@ def test_adapters_over_ranks(compare, size, lora, layout, recompute):
     ("size", "family", "lora"),
     [
         ("TP2", "qwen2-one-head", "all"),  # ranks share a head of keys and values, and cut rows of queries
-        ("one", "qwen3_moe", "attention"),
+        ("one", "qwen3_moe", "experts"),
         *(
             pytest.param(*case, marks=pytest.mark.large)
             for case in (
@@ -128,6 +129,10 @@ def test_adapters_over_ranks(compare, size, lora, layout, recompute):
                 ("CP2", "qwen3_5_text", "states"),
                 ("TP2", "qwen3_next", "attention"),
                 ("one", "qwen3_next", "fused_states"),
+                ("DP2-EP2", "qwen3_moe", "experts"),
+                ("TP2-EP2", "qwen3_moe", "experts"),
+                ("PP2", "qwen3_moe", "experts"),
+                ("one", "qwen2_moe", "experts"),
                 ("DP2-EP2", "qwen2_moe", "shared"),
                 ("TP2", "qwen2_moe", "shared"),
                 ("TP4", "qwen2", "some"),
@@ -215,6 +220,23 @@ def test_a_checkpoint_has_adapters_alone_and_goes_on_at_other_sizes(pool_of, mak
         assert back["norms"] == pytest.approx(whole["norms"][3:], rel=1e-5)
 
 
+@pytest.mark.large
+def test_a_checkpoint_of_adapters_of_experts_goes_on_at_other_sizes(pool_of, make_hf_model, tmp_path):
+    folder = make_hf_model("qwen3_moe", True)
+
+    def run(size: str, source: str, target: str, steps: int) -> dict:
+        paths = [name and str(tmp_path / name) for name in (source, target)]
+        if target:
+            (tmp_path / target).mkdir()
+        settings = parse_size(size) | {"lora": LORA["experts"]}
+        return pool_of(size).run(run_steps, draw_address(), folder, settings, (*paths, steps))[0]
+
+    whole, first = run("one", "", "", 3), run("DP2-EP2", "", "one", 1)
+    assert first["norms"] == pytest.approx(whole["norms"][:1], rel=1e-5)
+    assert run("TP2-EP2", "one", "two", 1)["norms"] == pytest.approx(whole["norms"][1:2], rel=1e-5)
+    assert run("one", "two", "", 1)["norms"] == pytest.approx(whole["norms"][2:], rel=1e-5)
+
+
 def test_weights_in_bfloat16_are_merged_in_fp32_and_rounded_once(one_rank, make_hf_model):
     folder, lora = make_hf_model("qwen3", False), LORA["all"]
     settings = {"dtype": "bfloat16", "lora": lora}
@@ -261,6 +283,7 @@ def test_weights_sent_without_their_adapters_are_found_by_digests(pool_of, make_
                 ("TP2", "qwen2_5_vl", "sight"),
                 ("one", "gemma3", "attention"),
                 ("TP2", "qwen3_5_text", "states"),
+                ("DP2-EP2", "qwen3_moe", "experts"),
             )
         ),
     ],

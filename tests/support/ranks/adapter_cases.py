@@ -9,6 +9,7 @@ from support.ranks.vlm_cases import make_vlm_batch
 
 from engines.batch.batch import TrainBatch
 from engines.config import LoraConfig, OptimizerConfig
+from engines.models.adapters import ExpertAdapter
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
 from rlworker.checks.huggingface import load_huggingface, probe_loss
@@ -142,8 +143,11 @@ def load_peft(spec: ModelSpec, lora: LoraConfig):
     from peft import get_peft_model, set_peft_model_state_dict
 
     names = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in list_shapes(spec, lora)}
+    grouped = sorted({one.parameter for one in lora.list_adapters(spec) if isinstance(one, ExpertAdapter)})
+    names = {name for name in names if not grouped or not name.removesuffix(".base_layer").endswith(".mlp.experts")}
     names = sorted(names if spec.vision else {name.rpartition(".")[2] for name in names})
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.scaling == "rslora"}
+    settings |= {"target_parameters": grouped} if grouped else {}
     model = get_peft_model(load_huggingface(spec), PeftConfig(target_modules=names, **settings))
     result = set_peft_model_state_dict(model, draw_adapters(list_shapes(spec, lora)))
     assert not result.unexpected_keys and not any("lora" in name for name in result.missing_keys)

@@ -110,6 +110,7 @@ def test_planned_bytes_of_experts_and_shared_heads(pool_of, make_hf_model, size,
         ("TP2", "qwen2", "language", {"dtype": "bfloat16", "lora": LoraConfig(rank=4)}),
         ("PP2", "phi3", "language", {"lora": LoraConfig(rank=3, targets=("mlp", "qkv_proj"))}),
         ("DP2", "llama", "value", {"lora": LoraConfig(rank=4, targets=("q_proj", "mlp"))}),
+        ("DP2-EP2", "qwen3_moe", "language", {"lora": LoraConfig(rank=4, targets=("attention", "experts"))}),
     ],
 )
 def test_planned_bytes_of_adapters(two_ranks, make_hf_model, size, family, head, settings):
