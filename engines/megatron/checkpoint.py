@@ -174,9 +174,10 @@ def _join_shares(state: dict) -> dict:
 
 def _place_learned(learned: Learned) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Place this rank's parameters in whole tensors, by the way in which each is cut."""
-    placed, own = {}, (mpu.get_expert_data_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True))
+    placed, of_experts = {}, mpu.get_expert_data_parallel_rank()
+    of_others = mpu.get_data_parallel_rank(with_context_parallel=True)
     for name, (weight, parameter) in learned.items():
-        replica = own["ep" not in weight.cut.values()]
+        replica = of_experts if "ep" in weight.cut.values() else of_others
         groups = {axis: get_cut_group(way) for axis, way in weight.cut.items()}
         cuts = [(axis, group.rank(), group.size()) for axis, group in groups.items()]
         copy = 0 if cuts else mpu.get_tensor_model_parallel_rank()
