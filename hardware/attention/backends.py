@@ -49,18 +49,6 @@ def _states(how: str, evidence: Evidence) -> Rows:
     return _rows(cells, cells, gathered, gathered)
 
 
-def _torch_delta() -> Rows:
-    """The gated delta rule and its convolution in torch (``hardware.attention.delta_rule``)."""
-    begin = "states and convolutions begin anew where the MaskSpec says that a sequence begins, and after its prompt's"
-    return _states(begin, "executed")
-
-
-def _fla_delta() -> Rows:
-    """fla-core 0.6.0 ``chunk_gated_delta_rule``: int64 cu_seqlens over one row, fp16 and bf16, states in fp32."""
-    calls = "cu_seqlens, a run up to where others go on from it; these in a next call, its final state as initial_state"
-    return _states(calls, "emulated")
-
-
 def _torch_sdpa() -> Rows:
     """torch 2.13. ``is_causal`` is top-left; a bool mask keeps where True; both together differ by kernel."""
     rows = _all(_mask("bool mask for each sequence of a group, True keeps", "executed"))
@@ -128,8 +116,16 @@ def _npu(mode: int) -> Rows:
 BACKENDS: dict[str, Rows] = {
     "torch_sdpa": _torch_sdpa(),
     "torch_varlen": _torch_varlen(),
-    "fla_delta": _fla_delta(),
-    "torch_delta": _torch_delta(),
+    # fla-core 0.6.0 ``chunk_gated_delta_rule``: int64 cu_seqlens over one row, fp16 and bf16, states in fp32.
+    "fla_delta": _states(
+        "cu_seqlens, a run up to where others go on from it; these in a next call, its final state as initial_state",
+        "emulated",
+    ),
+    # The gated delta rule and its convolution in torch (``hardware.attention.delta_rule``).
+    "torch_delta": _states(
+        "states and convolutions begin anew where the MaskSpec says that a sequence begins, and after its prompt's",
+        "executed",
+    ),
     **{f"npu_mode{mode}": _npu(mode) for mode in (1, 2, 3, 4)},
 }
 """Backends that a platform calls; docs/masks.md has what is known of others."""

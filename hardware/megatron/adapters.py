@@ -205,13 +205,11 @@ def keep_less(module: torch.nn.Module) -> None:
     weight needs them, and adapters make them again."""
     for each in module.modules():
         if isinstance(each, RMSNorm | NormFromOne):
-            each.register_forward_hook(_make_again)
+            each.register_forward_hook(
+                lambda norm, inputs, output: setattr(output, _REBUILD, (norm.forward, inputs[0]))
+            )
         if type(each) is MLP:  # experts have their own
             cast(Any, each).forward = partial(_run_mlp, each)
-
-
-def _make_again(norm: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    setattr(output, _REBUILD, (norm.forward, inputs[0]))
 
 
 def _run_mlp(mlp: Any, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
