@@ -1,15 +1,16 @@
 """``rlworker check`` on the real engines, and the faults that it must find."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 from support.factors import PLATFORMS
@@ -56,19 +57,21 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
 @pytest.mark.large
 def test_a_rank_that_dies_is_named(cluster, make_hf_model):
     """The other rank waits for it in a collective, and may tell of a lost connection first."""
-    from rlworker.checks.check import run_check
+    import ray
+
+    from rlworker.checks.check import check_all
+    from rlworker.checks.context import start_engines
 
     def kill_a_rank(told: str) -> None:
         if told == "gradients: thd":
-            processes = psutil.Process().children(recursive=True)
-            ranks = [process for process in processes if process.cmdline()[:1] == ["ray::TrainWorker"]]
-            ranks[-1].kill()
+            os.kill(pids[1], signal.SIGKILL)
 
-    found = run_check(
-        CheckConfig(model=make_hf_model("llama", False), actor=MegatronConfig(ranks=2, tp=2)), kill_a_rank
-    )
-    assert (found[-1].check, found[-1].outcome) == ("gradients", "FAILED")
-    assert re.match(r"raised: actor rank [01] died", found[-1].text), found[-1].text
+    config = CheckConfig(model=make_hf_model("llama", False), actor=MegatronConfig(ranks=2, tp=2))
+    with start_engines(config, kill_a_rank) as engines:
+        pids = ray.get([worker.__ray_call__.remote(lambda _: os.getpid()) for worker in engines.actor.workers])
+        findings = check_all(engines, version=1, only=("gradients",))
+    assert [finding.outcome for finding in findings] == ["FAILED"]
+    assert findings[0].text.startswith("raised: actor rank 1 died"), findings[0].text
 
 
 @pytest.mark.parametrize(
