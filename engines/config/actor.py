@@ -219,7 +219,7 @@ class MegatronConfig:
                 "--actor.freeze"
             )
         self.lora.check_model(model, self.pp)
-        if "experts" in self.lora.targets:
+        if self.lora.rank and "experts" in self.lora.targets:
             unit = 16 // (4 if self.dtype == "float32" else 2)  # products of experts take rows of whole 16 bytes
             if self.etp > 1 or self.lora.rank % unit:
                 raise ValueError(

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 """``chunk_gated_delta_rule``, which returns outputs and, if asked to, the states after the last tokens."""
 
 
+@cache  # asked for every micro-batch
 def find_kernel() -> Kernel | None:
     """Return FLA's function; None if it is not installed, is older than ``LEAST_VERSION``, or RLWORKER_FLA is 0."""
     if os.environ.get("RLWORKER_FLA") == "0":

@@ -93,9 +93,9 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
 
 def _list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Iterator[Weight]:
     """List a stage's weights in the order of Megatron's modules, each linear layer's adapter after its bias."""
-    adapters = {adapter.weight.name.removesuffix("weight"): adapter for adapter in config.lora.list_adapters(model)}
-    weights, place = [], ""
-    grouped = [each for each in config.lora.list_adapters(model) if isinstance(each, ExpertAdapter)]
+    stated, weights, place = config.lora.list_adapters(model), [], ""
+    adapters = {adapter.weight.name.removesuffix("weight"): adapter for adapter in stated}
+    grouped = [each for each in stated if isinstance(each, ExpertAdapter)]
     for name, weight in [*model.weights.items(), ("", None)]:  # after the last weight there may be an adapter too
         if (adapter := adapters.get(place)) and not name.startswith(place):
             weights += [(adapter.a.name, adapter.a), (adapter.b.name, adapter.b)]

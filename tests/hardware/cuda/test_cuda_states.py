@@ -16,7 +16,7 @@ from hardware.attention.contract import NotEmulatedError, SilentError
 from hardware.attention.delta_rule import DeltaPlan, step_delta_rule
 from hardware.attention.mask_spec import Sharing
 from hardware.attention.rules import CAUSAL, Rule
-from hardware.cuda.delta_rule import FlaPlan, build_plan
+from hardware.cuda.delta_rule import FlaPlan, build_plan, find_kernel
 from hardware.cuda.emulator.delta_rule import MAX_KEY, REQUIREMENTS, chunk_gated_delta_rule
 from hardware.platforms import get_platform
 
@@ -152,6 +152,14 @@ def test_scale_and_lengths_of_queries_and_keys():
 
 
 # -- where it is taken
+
+
+@pytest.fixture(autouse=True)
+def found_anew():
+    """A process looks for FLA once; here each test does."""
+    find_kernel.cache_clear()
+    yield
+    find_kernel.cache_clear()
 
 
 @pytest.fixture
