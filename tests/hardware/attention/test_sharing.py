@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engines.megatron.layout import Layout
+from hardware.attention.grouped_sdpa import _Gather
 from hardware.attention.mask_spec import MaskSpec, Sharing
 from hardware.attention.rules import CAUSAL, Rule
 from rlworker.checks.device.attention import RULES, SHARED, find_holding_tokens
@@ -108,3 +109,17 @@ def test_rules_under_which_what_is_shared_differs_are_refused():
         MaskSpec(*sizes, rules=(Rule(causal=False),), sharing=both)
     with pytest.raises(ValueError, match="rows share no slots"):
         MaskSpec("bshd", (5, 5), (5, 5), sharing=both)
+
+
+def test_gradients_of_gathered_rows_are_those_of_autograd_to_the_last_bit():
+    """Groups that share rows: one row in many places, one in none."""
+    generator, sizes = torch.Generator().manual_seed(0), [6, 1, 11]
+    rows, index = torch.randn(7, 2, 3, generator=generator), torch.randint(0, 6, (18,), generator=generator)
+    weights, gradients = torch.randn(18, 2, 3, generator=generator).split(sizes), []
+    for gather in (_Gather.apply, lambda x, index, sizes: x.index_select(0, index).split(sizes)):
+        x = rows.clone().requires_grad_()
+        parts = gather(x, index, sizes)
+        assert torch.equal(torch.cat(parts), rows[index])
+        torch.autograd.backward(parts, weights)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients) and gradients[0][:6].any() and not gradients[0][6].any()
