@@ -77,8 +77,3 @@ def get_cut_group(way: Way) -> ProcessGroup:
         "etp": mpu.get_expert_tensor_parallel_group,
     }
     return cast(ProcessGroup, found[way]())
-
-
-def get_tensor_and_context_group() -> ProcessGroup:
-    """Return the ranks that hold parts of the same layers or parts of the same sequences."""
-    return cast(ProcessGroup, mpu.get_tensor_and_context_parallel_group())

@@ -28,7 +28,7 @@ from engines.megatron.engine import MegatronEngine
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from engines.probes.head import scoring_some
-from engines.probes.mixing import Mixing, list_layers
+from engines.probes.mixing import LOUD, Mixing, list_layers
 from hardware.attention.rules import Rule
 from hardware.megatron.experts import sum_load
 
@@ -63,7 +63,7 @@ def probe_attention(
             effects = _changes(mixing.mix(layer, baseline), mixing.mix(layer, changed), len(part.columns)).T
             heard_by_layer.setdefault(layer, []).append(effects)
     influences, mixing = [], _mixing(engine, kind, rule, case)
-    baseline, padded = mixing.draw(), mixing.draw_padding()
+    baseline, padded = mixing.draw(), mixing.draw(padding=LOUD)
     for layer, passes in heard_by_layer.items():
         effects = np.concatenate(passes, axis=1)
         pads = int(_changes(mixing.mix(layer, baseline), mixing.mix(layer, padded), 1).sum())

@@ -14,7 +14,7 @@ from engines.megatron.layout import Layout
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
 
-_LOUD = 64.0
+LOUD = 64.0
 """Size of the change to a token, so that one among thousands of tokens shows in bf16 too."""
 _DECAY = 1e-3
 """About the decay of a state at a token, whatever the layer's weights: as little, so that no token is forgotten."""
@@ -70,21 +70,17 @@ class Mixing:
             net = model.delta
             assert net, "a rule with a state is a model's own"
             flat = torch.randn(tokens, net.key_heads // tp, net.convolved + 2 * net.ratio, generator=generator)
-            flat[places, :, : net.convolved] += _LOUD
+            flat[places, :, : net.convolved] += LOUD
             drawn = [flat]
         else:
             for heads in (model.heads // tp, *[model.count_kv_heads(tp)] * 2):
                 flat = torch.randn(tokens, heads, model.head_dim, generator=generator)
                 if drawn:
-                    flat[places] += _LOUD
+                    flat[places] += LOUD
                 drawn.append(flat)
         dtype = engine.transformer.params_dtype
         packed = [self.layout.pack(flat.to(engine.device, dtype), fill=padding) for flat in drawn]
         return [x.transpose(0, 1) if self.rule.state or self.inputs.qkv_format == "sbhd" else x[0] for x in packed]
-
-    def draw_padding(self) -> list[Tensor]:
-        """Draw the same inputs with other padding."""
-        return self.draw(padding=_LOUD)
 
     @torch.no_grad()
     def mix(self, layer, drawn: list[Tensor]) -> Tensor:

@@ -309,7 +309,9 @@ class VllmEngine:
             )
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         self.llm.collective_rpc("end_sync")
-        self._begin_version(version)
+        self._empty_caches()  # they hold results of older weights
+        self.llm.llm_engine.engine_core.set_weight_version(str(version))
+        self.version, self._newest, self._sleep.has_weights = version, version, True
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
         """Return name -> digest of the weights that vLLM computes with; None for a tensor that cannot be read."""
@@ -317,12 +319,6 @@ class VllmEngine:
         shapes = {name: self.model.find_hf_shape(name) for name in sorted(self.model.list_hf_names())}
         parts = self.llm.collective_rpc("digest_weights", args=(shapes, self.model.tied, plan))
         return merge_readings(parts, shapes)
-
-    def _begin_version(self, version: int) -> None:
-        """Label the loaded weights ``version`` and empty the caches, which hold results of older weights."""
-        self._empty_caches()
-        self.llm.llm_engine.engine_core.set_weight_version(str(version))
-        self.version, self._newest, self._sleep.has_weights = version, version, True
 
     def _hand_on(self, bucket: WeightBucket) -> None:
         """Pass a bucket to the workers of this engine's devices; each loads its part."""

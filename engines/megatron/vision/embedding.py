@@ -12,8 +12,10 @@ from pkgutil import resolve_name
 from typing import cast
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from engines.batch.balance import split_by_budget
@@ -21,7 +23,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images.plan import VisionPlan
 from engines.images.processor import ImageProcessor
-from engines.megatron.groups import get_cut_group, get_tensor_and_context_group
+from engines.megatron.groups import get_cut_group
 from engines.megatron.layout import Layout
 from engines.megatron.vision.towers import TowerRunner
 from engines.models.spec import ModelSpec
@@ -113,7 +115,7 @@ class Vision:
             ValueError: an image cannot be read.
         """
         embedded = self.module.embedding(ids, None)
-        group = get_tensor_and_context_group()
+        group = cast(ProcessGroup, mpu.get_tensor_and_context_parallel_group())
         plan = VisionPlan.build(micro, self.spec.merge, group.size())
         if not plan.height:  # every rank knows it
             return embedded, inputs
