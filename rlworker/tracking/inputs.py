@@ -35,8 +35,8 @@ class Inputs:
         folder: the run folder.
 
     Attributes:
-        models: role -> model. model_folders, image_folders: folders of the models, and of the rows' images. All three
-            are filled by ``hold``.
+        models: role -> model. model_folders, image_folders: folders of the models and of the adapters to start from,
+            and of the rows' images. All three are filled by ``hold``.
     """
 
     def __init__(self, folder: Path):
@@ -76,7 +76,7 @@ class Inputs:
             ValueError: the run in the folder began with other inputs; the message names them.
         """
         self.models |= models or {}
-        self.model_folders |= {model.folder for model in self.models.values()}
+        self.model_folders |= {model.folder for model in self.models.values()} | ({adapters} if adapters else set())
         self.image_folders |= {os.path.dirname(image.path) for row in rows for image in row.images}
         paths = {"data.train": data.train, "data.heldout": data.heldout}
         paths |= {f"curriculum.sources {path}": path for path in sources if path != data.train}

@@ -117,6 +117,11 @@ def test_adapters_to_start_from_may_move_and_not_change(begun):
     lora = replace(lora, start=str(folder / "adapter"))
     config = replace(config, run_dir=f"{config.run_dir}-adapted", actor=replace(config.actor, lora=lora))
     begin(replace(config, resume=False))
+
+    from rlworker.trainers.sft import SftTrainer
+
+    inputs = SftTrainer(config).folder.inputs  # of which every node must see the folders
+    assert inputs.model_folders == {config.model, lora.start}
     (folder / "adapter").rename(folder / "moved")
     config = replace(config, actor=replace(config.actor, lora=replace(lora, start=str(folder / "moved"))))
     begin(config)
