@@ -58,7 +58,8 @@ class ReasoningConfig(RunConfig):
     heldout_rows: Annotated[int, Ge(1), Le(MOST_ROWS)] = 200
     """Questions drawn from another seed, never trained on."""
     shuffle_rewards: bool = False
-    """Control: hand out the same rewards at random. The model must then not get better."""
+    """Control: hand out the same rewards, or distributions of a teacher, at random. The model must then not get
+    better."""
 
 
 DEFAULT = ReasoningConfig(
@@ -179,10 +180,13 @@ def main() -> None:
         sys.exit(f"error: {error}")
     parts = {}
     if config.shuffle_rewards:
-        from recipes.common.toys import shuffle_advantage
+        from recipes.common.toys import shuffle_advantage, shuffle_teacher
+        from rlworker.algorithms.distillation import reverse_kl
         from rlworker.algorithms.objective import configure_advantage
 
         parts["advantage"] = shuffle_advantage(configure_advantage(config))
+        if config.distill.top_k:
+            parts = {"loss": shuffle_teacher(reverse_kl)}
     launch(config, one_turn(reward, find_answer), **parts)
 
 

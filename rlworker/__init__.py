@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
     from rlworker.algorithms import advantages, losses
     from rlworker.cluster.worker_pool import keeping_workers
-    from rlworker.config.algorithm import AlgorithmConfig
+    from rlworker.config.algorithm import AlgorithmConfig, DistillConfig
     from rlworker.config.command_line import parse_config
     from rlworker.config.run import RunConfig
     from rlworker.config.sections import (
@@ -68,7 +68,7 @@ _HOMES = {
     "engines.batch.batch": ("TrainBatch",),
     "engines.config": ("MegatronConfig", "OptimizerConfig", "VllmConfig"),
     "rlworker.cluster.worker_pool": ("keeping_workers",),
-    "rlworker.config.algorithm": ("AlgorithmConfig",),
+    "rlworker.config.algorithm": ("AlgorithmConfig", "DistillConfig"),
     "rlworker.config.command_line": ("parse_config",),
     "rlworker.config.run": ("RunConfig",),
     "rlworker.config.sections": (

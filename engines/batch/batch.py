@@ -50,7 +50,7 @@ class TrainBatch:
         rollout_top_ids: ``[N, k]`` int32, the sampler's k likeliest ids at a sampled target, -1 elsewhere.
         rollout_top_logprobs: ``[N, k]`` float32, their logprobs, -inf elsewhere.
         old_top_logprobs: ``[N, k + 1]`` float32, the old policy's logprobs of these ids, and last of all other ids
-            together.
+            together. ref_top_logprobs: the reference's or teacher's of the same.
         values, returns: ``[N]`` float32, the critic's value of the prefix that ends at the input, and the target of
             that value. penalties: ``[N]`` float32, part of the reward that is given at the target.
         weights: ``[N]`` float32, weight of the target's loss; None takes the mask.
@@ -80,6 +80,7 @@ class TrainBatch:
     rollout_top_ids: Tensor | None = _column("target", dims=2)
     rollout_top_logprobs: Tensor | None = _column("target", dims=2)
     old_top_logprobs: Tensor | None = _column("target", dims=2)
+    ref_top_logprobs: Tensor | None = _column("target", dims=2)
     advantages: Tensor | None = _column("target")
     values: Tensor | None = _column("target")
     returns: Tensor | None = _column("target")

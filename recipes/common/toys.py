@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from annotated_types import Ge
 
+from engines.batch.shard import Outputs
+from engines.interfaces import LossFn
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker import DataConfig, RunConfig, TrainBatch, Trainer, advantages, exact_match, launch, parse_config
@@ -76,6 +78,17 @@ def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.Advantage
         return advantage(replace(batch, rewards=shuffled_rewards, turn_rewards=None), **settings)
 
     return shuffled_advantage
+
+
+def shuffle_teacher(loss: LossFn) -> LossFn:
+    """Make the control's loss by a teacher's distributions: each counting token has that of the token before it."""
+
+    def shuffled_loss(outputs: Outputs, batch: TrainBatch):
+        top = batch.require_column("ref_top_logprobs")  # [N, k + 1]
+        shuffled = top.masked_scatter(batch.mask[:, None], top[batch.mask].roll(1, 0))
+        return loss(outputs, replace(batch, ref_top_logprobs=shuffled))
+
+    return shuffled_loss
 
 
 def summarise(config: ToyConfig, wall_seconds: float, warm_up_seconds: float) -> dict:

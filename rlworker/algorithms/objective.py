@@ -10,6 +10,7 @@ from engines.interfaces import LossFn
 from engines.validation import option
 from rlworker.algorithms import advantages, losses
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, add_overlong_penalty
+from rlworker.algorithms.distillation import reverse_kl
 from rlworker.algorithms.losses import Aggregation, Correction, KlEstimate, policy_loss, value_loss
 from rlworker.algorithms.passing import PassedFunction
 from rlworker.config.algorithm import Algorithm, AlgorithmConfig, Importance, split_importance
@@ -68,7 +69,8 @@ def make_objective(
     """
     chosen = configure_advantage(config, advantage)
     check_group_size(chosen, config.samples_per_prompt)
-    minimised = configure_loss(config.algorithm, config.importance, loss or policy_loss)
+    named = reverse_kl if config.distill.top_k else policy_loss
+    minimised = configure_loss(config.algorithm, config.importance, loss or named)
     check_centering(minimised, config.algorithm)
     return Objective(
         chosen,

@@ -123,7 +123,8 @@ class WorkerGroup:
             batch = replace(batch, routes=None)
         if self.role.needs_topk_logprobs:
             return batch
-        return replace(batch, rollout_top_ids=None, rollout_top_logprobs=None, old_top_logprobs=None)
+        unread = dict.fromkeys(("rollout_top_ids", "rollout_top_logprobs", "old_top_logprobs", "ref_top_logprobs"))
+        return replace(batch, **unread)
 
     def _plan_shards(self, batch: TrainBatch) -> Schedule:
         config, most = self.role.config, self.platform.max_pack_sequences

@@ -40,7 +40,8 @@ class Role:
     """One training engine of a run.
 
     Attributes:
-        name: "actor", "reference" or "critic". model, config: the model, and the engine's settings.
+        name: "actor", "reference", "critic", or "teacher" and a source of rows. model, config: the model, and the
+            engine's settings.
         temperature: the logits are divided by it.
         trainable: whether the engine has gradients and an optimizer.
         cpu_offload: whether its weights are on the device only while it computes.

@@ -1,7 +1,7 @@
 """The algorithms by name, and the settings that choose one of them or its parts."""
 
 import difflib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Literal, NoReturn, cast
 
@@ -11,6 +11,8 @@ from engines.config import VllmConfig
 from engines.validation import FINITE, LARGEST, check_numbers, check_types, option
 from rlworker.config.sections import CriticConfig, LimitsConfig
 
+TEACHER = "teacher "
+"""Beginning of the role of a teacher; the source of its rows follows."""
 AdvantageName = Literal[
     "grpo",
     "turn_grpo",
@@ -193,10 +195,16 @@ class AlgorithmConfig:
         return self.greedy_baseline or self.parts.advantage == "remax"
 
     def check_beside(
-        self, critic: CriticConfig, rollout: VllmConfig, limits: LimitsConfig, samples_per_prompt: int
+        self,
+        critic: CriticConfig,
+        rollout: VllmConfig,
+        limits: LimitsConfig,
+        samples_per_prompt: int,
+        distill: "DistillConfig",
     ) -> None:
         """Raise ValueError if other settings of the run contradict those of the algorithm."""
         parts, staleness = self.parts, rollout.staleness
+        distill.check_beside(self, rollout.top_k)
         if limits.epoch_kl and self.epochs == 1:
             raise ValueError(
                 f"config: limits.epoch_kl={limits.epoch_kl} can only end epochs after the first, and algorithm.epochs "
@@ -250,8 +258,6 @@ class AlgorithmConfig:
 
     def _check_penalties(self) -> None:
         parts = self.parts
-        if parts.advantage == "distill" and not self.reference:
-            self._refuse("reference", "leaves distill without a teacher; set --algorithm.reference to its folder")
         if parts.advantage == "distill" and parts.dynamic_sampling:
             self._refuse("dynamic_sampling", "drops groups by a reward that distill does not learn from; leave it out")
         if self.kl_in == "reward" and not parts.kl_coef:
@@ -282,3 +288,49 @@ def split_importance(importance: str) -> tuple[Level, str]:
     """Split the name of an importance weight into level and kind: ``sequence_masked`` is sequence and masked."""
     level, _, kind = importance.rpartition("_")
     return cast(Level, level or "token"), kind
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation: teachers by the source of the row, and the tokens over which the policy is compared with them."""
+
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Teachers of rows by their data_source, each source=FOLDER or source=hf:ORG/NAME. Rows of other sources have the
+    teacher algorithm.reference."""
+    top_k: Annotated[int, Ge(0)] = 0
+    """Number of the policy's likeliest tokens over which each place has its reverse KL to the teacher, with all other
+    tokens as one more class. 0 estimates the KL by the sampled token alone."""
+
+    def __post_init__(self):
+        check_types("distill", self)
+
+    def check_beside(self, algorithm: AlgorithmConfig, kept: int) -> None:
+        """Raise ValueError if the algorithm, or a rollout of the ``kept`` likeliest tokens, excludes distillation."""
+        if algorithm.parts.advantage != "distill":
+            if self.teachers or self.top_k:
+                raise ValueError(
+                    f"distill: teachers={self.teachers} and top_k={self.top_k} are of distillation, and "
+                    f"algorithm.advantage is {algorithm.parts.advantage}; set --algorithm.name distill, or leave them "
+                    "out"
+                )
+            return
+        if not (algorithm.reference or self.teachers):
+            raise ValueError(
+                "algorithm: distill has no teacher; set --algorithm.reference to its folder, or --distill.teachers to "
+                "one for each source of rows"
+            )
+        if self.teachers and algorithm.parts.kl_coef:
+            raise ValueError(
+                f"algorithm: kl_coef={algorithm.parts.kl_coef} penalizes the distance from one reference, and "
+                "distill.teachers names several models; leave --algorithm.kl-coef out"
+            )
+        if self.top_k and (kept or algorithm.score_centering):
+            raise ValueError(
+                f"distill: top_k={self.top_k} compares whole distributions, and rollout.top_k={kept} and "
+                f"algorithm.score_centering={algorithm.score_centering} read the likeliest tokens otherwise; leave "
+                "--rollout.top-k and --algorithm.score-centering out"
+            )
+
+    def name_role(self, source: object) -> str:
+        """Return the role of the teacher of rows with this ``data_source``."""
+        return f"{TEACHER}{source}" if source in self.teachers else "reference"

@@ -1,5 +1,6 @@
-"""Checks of the critic and the reference, which read the same sequences as the actor."""
+"""Checks of the critic, the reference and teachers, which read the same sequences as the actor."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig
@@ -20,21 +21,23 @@ def check_beside_actor(
     platform_name: str,
     longest: int,
 ) -> ModelSpec:
-    """Read the critic's or the reference's model, and check it against the actor's.
+    """Read the model of a critic, the reference or a teacher, and check it against the actor's.
 
     Args:
-        role: ``critic`` or ``reference``. name: name of the model. find: returns the folder of a model, given its name.
+        role: role of the model, as in ``RunConfig.models``. name: name of the model. find: returns the folder of a
+            model, given its name.
         actor: the actor's model. config: settings of the engine. longest: tokens of the longest sequence.
 
     Raises:
-        ValueError: the engine cannot hold the model, or the model processes images otherwise, or has fewer tokens or
-            positions than the actor uses.
+        ValueError: the engine cannot hold the model, or the model processes images otherwise, has other tokens, or
+            has fewer tokens or positions than the actor uses.
     """
-    option = {"critic": "--critic.model", "reference": "--algorithm.reference"}[role]
+    option = {"critic": "--critic.model", "reference": "--algorithm.reference"}.get(role, "--distill.teachers")
     try:
         model = ModelSpec.from_folder(find(name), head="value" if role == "critic" else "language")
         check_trainable(model, config, platform_name)
         check_same_image_processing(model, actor)
+        check_same_tokens(model, actor)
     except ValueError as error:
         raise ValueError(f"{role} ({option}): {error}") from None
     requirements = (("tokens in its vocabulary", model.vocab, actor.vocab), ("positions", model.max_positions, longest))
@@ -45,6 +48,29 @@ def check_beside_actor(
                 "with the actor's tokenizer and at least its positions"
             )
     return model
+
+
+def check_same_tokens(model: ModelSpec, actor: ModelSpec) -> None:
+    """Raise ValueError if an id of the actor's tokenizer is another token in the tokenizer of a model."""
+    if not all(Path(spec.folder, "tokenizer.json").is_file() for spec in (actor, model)):
+        return  # a critic or a reference may have no tokenizer of its own
+    if Path(model.folder).samefile(actor.folder):
+        return
+    own, others = (_read_tokens(spec.folder) for spec in (actor, model))
+    if differing := [(number, token) for token, number in own.items() if others.get(token) != number]:
+        number, token = min(differing)
+        raise ValueError(
+            f"model: {model.folder!r} has another tokenizer than the actor's model {actor.folder!r}: {len(differing)} "
+            f"of {len(own)} tokens differ, the first is {token!r}, id {number} of the actor and "
+            f"{others.get(token, 'no token')} there; take a model with the actor's tokenizer"
+        )
+
+
+def _read_tokens(folder: str) -> dict[str, int]:
+    """Read token -> id from the ``tokenizer.json`` of a model."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(Path(folder, "tokenizer.json"))).get_vocab(with_added_tokens=True)
 
 
 def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:

@@ -117,12 +117,12 @@ def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
 def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:
     """Find the rank with the most optimizer state among those that hold the same parameters."""
     actor, kernels, slots = config.actor, get_platform(config.platform).kernel_memory, _count_micro_batch_slots(config)
-    trainable = role != "reference"
+    trainable = role in ("actor", "critic")
     if not trainable:
         actor = actor.base_settings
         if isinstance(config, RunConfig) and config.views_reference:
             return RankMemory(0, 0, 0, 0)
-    cpu_offload = isinstance(config, RunConfig) and role in config.placement.cpu_offload
+    cpu_offload = isinstance(config, RunConfig) and not trainable and "reference" in config.placement.cpu_offload
     micro = MicroBatch(slots, max(1, slots // count_row_slots(config)))
     # Without experts, the tensor-parallel ranks that hold parts of the same parameters have equally much.
     ranks = range(0, actor.ranks // actor.pp if trainable else 1, 1 if model.experts else actor.tp)

@@ -11,7 +11,7 @@ from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
-from rlworker.config.algorithm import AlgorithmConfig, Importance
+from rlworker.config.algorithm import TEACHER, AlgorithmConfig, DistillConfig, Importance
 from rlworker.config.model_checks import check_engines
 from rlworker.config.sections import (
     CheckpointConfig,
@@ -155,6 +155,7 @@ class RunConfig(TrainingConfig):
 
     rollout: VllmConfig = field(default_factory=VllmConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -195,7 +196,7 @@ class RunConfig(TrainingConfig):
                 f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
                 "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
             )
-        self.algorithm.check_beside(self.critic, self.rollout, self.limits, self.samples_per_prompt)
+        self.algorithm.check_beside(self.critic, self.rollout, self.limits, self.samples_per_prompt, self.distill)
         if self.trains_critic and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"config: critic.warmup_steps={self.critic.warmup_steps} leaves the actor none of steps={self.steps}; "
@@ -214,11 +215,8 @@ class RunConfig(TrainingConfig):
                 "engines without work; lower --rollout.engines"
             )
         if self.longest > self.rollout.max_model_len:
-            name = (
-                "environment.tokens"
-                if self.environment.tokens == self.longest
-                else "max_prompt_tokens + max_new_tokens"
-            )
+            is_own = self.environment.tokens == self.longest
+            name = "environment.tokens" if is_own else "max_prompt_tokens + max_new_tokens"
             raise ValueError(
                 f"config: {name} = {self.longest} exceeds rollout.max_model_len={self.rollout.max_model_len}; raise "
                 f"--rollout.max-model-len or lower {name}"
@@ -273,7 +271,12 @@ class RunConfig(TrainingConfig):
             folders["reference"] = self.algorithm.reference or self.model
         if self.trains_critic:
             folders["critic"] = self.critic.model or self.model
-        return folders
+        return folders | {f"{TEACHER}{source}": folder for source, folder in self.distill.teachers.items()}
+
+    @property
+    def top_logprobs(self) -> int:
+        """Number of likeliest tokens whose logprobs come with each sample, and are known of the trainer's models."""
+        return max(self.algorithm.score_centering, self.distill.top_k)
 
     @property
     def views_reference(self) -> bool:
@@ -334,16 +337,14 @@ class RunConfig(TrainingConfig):
             ValueError: an engine cannot hold a model, or a model has fewer tokens than another setting needs.
         """
         specs = {"actor": check_engines(find(self.model), self.platform, self.actor, self.rollout)}
-        if (top := self.algorithm.score_centering) > (vocab := specs["actor"].vocab):
-            raise ValueError(
-                f"config: algorithm.score_centering={top} is above the {vocab} tokens of the model's vocabulary; lower "
-                "--algorithm.score-centering"
-            )
+        if (top := self.top_logprobs) > (vocab := specs["actor"].vocab):
+            setting = "algorithm.score_centering" if self.algorithm.score_centering else "distill.top_k"
+            raise ValueError(f"config: {setting}={top} is above the {vocab} tokens of the model's vocabulary; lower it")
         for role, folder in self.models.items():
             if role != "actor":
                 from rlworker.config.beside_actor import check_beside_actor
 
-                engine = self.actor.base_settings if role == "reference" else self.actor
+                engine = self.actor if role == "critic" else self.actor.base_settings
                 beside = specs["actor"], engine, self.platform, self.longest
                 specs[role] = check_beside_actor(role, folder, find, *beside)
         return specs

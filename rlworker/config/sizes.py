@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 100
 """Bytes of a token in a batch with every column of ``TrainBatch`` that has one entry per token."""
 _TOP_BYTES = 12
-"""Bytes of one of the likeliest ids of a token: the id, and two log-probabilities."""
+"""Bytes of one of the likeliest ids of a token: the id, and the log-probabilities of two models."""
 
 
 def count_batch_bytes(config: TrainingConfig) -> int:
@@ -19,7 +19,7 @@ def count_batch_bytes(config: TrainingConfig) -> int:
     The count is twice the batch at its longest, since the ranks' results are in the store at the same time.
     """
     if isinstance(config, RunConfig):
-        top = _TOP_BYTES * max(config.algorithm.score_centering, config.rollout.top_k)
+        top = _TOP_BYTES * max(config.top_logprobs, config.rollout.top_k)
         return 2 * (_TOKEN_BYTES + top) * config.samples_per_step * config.longest
     supervised = cast("SftConfig", config)
     return 2 * _TOKEN_BYTES * supervised.rows_per_step * supervised.longest

@@ -10,6 +10,8 @@ from rlworker.data.sources import iterate_rows
 
 REWARD_MODEL, TRUTH, COMPLETION = "reward_model", "ground_truth", "completion"
 """Fields of verl's rows, and of TRL's."""
+SOURCE = "data_source"
+"""Field of a row that names its source, as in verl's rows."""
 _PREFERENCES = ("chosen", "rejected", "label")
 """Fields of TRL's rows that compare answers."""
 

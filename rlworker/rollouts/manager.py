@@ -205,7 +205,7 @@ class RolloutManager:
             stream,
             self.codec.stop_token_ids,
             expected_tokens=self.completion_tokens,
-            top_logprobs=self.config.algorithm.score_centering if use == TRAINING else 0,
+            top_logprobs=self.config.top_logprobs if use == TRAINING else 0,
         )
 
     def _pick_numbers(self, draw: int) -> list[int]:

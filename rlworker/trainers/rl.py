@@ -15,6 +15,7 @@ from engines.batch.shard import Outputs, get_logprobs, get_values, require_token
 from engines.interfaces import LossFn
 from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.algorithms.advantages import AdvantageFn
+from rlworker.algorithms.distillation import add_reference, check_teachers
 from rlworker.algorithms.losses import Aggregation, token_mean
 from rlworker.algorithms.objective import make_objective
 from rlworker.cluster.rollout_group import Rollouts
@@ -22,7 +23,7 @@ from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
-from rlworker.data.rows import check_vocabulary, read_rows
+from rlworker.data.rows import Row, check_vocabulary, read_rows
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
@@ -93,6 +94,7 @@ class Trainer(Run[RunConfig]):
         held_out = [row for rows in self.heldout.values() for row in rows]
         every, sources = [*self.rows, *held_out], config.curriculum.weigh_sources(config.data.train)
         self.folder.inputs.hold(config.data, self.models, every, sources, config.actor.lora.start)
+        check_teachers(self.rows, config, self.models)
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": sum(each.skipped for each in heldout)}
         log_start(f"rows are read: {len(self.rows)} to train on, {len(held_out)} held out")
@@ -143,7 +145,8 @@ class Trainer(Run[RunConfig]):
                 self.floor = self.canary.measure_floor()
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
-        self.actor, self.reference, self.critic = groups["actor"], groups.get("reference"), groups.get("critic")
+        self.actor, self.critic = groups["actor"], groups.get("critic")
+        self.references = {name: group.forward for name, group in groups.items() if name not in ("actor", "critic")}
         dedicated = self.config.placement.dedicated_devices
         self.devices.groups = {name: group for name, group in groups.items() if name not in dedicated}
 
@@ -174,7 +177,7 @@ class Trainer(Run[RunConfig]):
                 rewards = self.manager.score_greedy([group[0].row for group in groups]).values
             batch = replace(batch, greedy_rewards=torch.tensor(rewards, dtype=torch.float32)[batch.group])
         with self._phase(clock, "logprobs"):
-            batch = self._add_logprobs(batch)
+            batch = self._add_logprobs(batch, [group[0].row for group in groups])
         if self.critic:
             with self._phase(clock, "values"):
                 batch = replace(batch, values=get_values(self.critic.forward(batch)))
@@ -232,14 +235,12 @@ class Trainer(Run[RunConfig]):
     def _warn(self, text: str) -> None:
         LOGGER.warning(f"after {self.steps_done} steps: {text}")
 
-    def _add_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the logprobs of the rollout's weights and of the reference that the update does not compute."""
+    def _add_logprobs(self, batch: TrainBatch, rows: Sequence[Row]) -> TrainBatch:
+        """Add the logprobs of the rollout's weights and of the references that the update does not compute."""
         if self.config.algorithm.optimizer_steps > 1 or self._critic_warms_up:
             old = require_tokens(self.actor.forward(batch))
             batch = replace(batch, old_logprobs=old.logprobs, old_top_logprobs=old.top_logprobs)
-        if self.reference:
-            batch = replace(batch, ref_logprobs=get_logprobs(self.reference.forward(batch)))
-        return batch
+        return add_reference(batch, rows, self.config.distill, self.references) if self.references else batch
 
     @property
     def _critic_warms_up(self) -> bool:
@@ -330,8 +331,7 @@ class Trainer(Run[RunConfig]):
     # -- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        own = {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor}
-        return own | self.manager.get_state()
+        return {"version": self.version, "empty_steps": self.empty_steps, FLOOR: self.floor} | self.manager.get_state()
 
     def restore(self, state: dict) -> None:
         done = state["rollouts"], state["completion_tokens"], state["prompts"]

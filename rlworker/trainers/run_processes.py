@@ -14,11 +14,10 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
         models: role -> description of its model.
     """
     actor = "actor", models["actor"], config.actor_of_run, config.rollout.temperature
-    roles = {"actor": Role(*actor, needs_topk_logprobs=config.algorithm.score_centering > 0)}
-    if "reference" in models:
-        cpu_offload = "reference" in config.placement.cpu_offload
-        settings = config.actor_of_run.base_settings, config.rollout.temperature, False, cpu_offload
-        roles["reference"] = Role("reference", models["reference"], *settings, is_view=config.views_reference)
+    roles = {"actor": Role(*actor, needs_topk_logprobs=config.top_logprobs > 0)}
+    settings = config.actor_of_run.base_settings, config.rollout.temperature, False
+    settings += "reference" in config.placement.cpu_offload, config.views_reference, config.distill.top_k > 0
+    roles |= {name: Role(name, model, *settings) for name, model in models.items() if name not in ("actor", "critic")}
     if "critic" in models:
         roles["critic"] = Role("critic", models["critic"], config.critic_of_run)
     shared = tuple(role for name, role in roles.items() if name not in config.placement.dedicated_devices)

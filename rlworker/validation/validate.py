@@ -5,15 +5,13 @@ from dataclasses import dataclass
 
 from rlworker.config.run import RunConfig
 from rlworker.config.validation import list_sizes, name_set
+from rlworker.data.formats import SOURCE
 from rlworker.data.rows import Row
 from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import score_groups
 from rlworker.rollouts.trajectory import TrajectoryGroup
 from rlworker.validation.estimates import estimate_majority, estimate_pass
-
-SOURCE = "data_source"
-"""Field of a row that names its source, as in verl's rows."""
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,6 @@ def test_code_wins_over_its_part_and_the_other_options_hold():
         (dict(name="sapo", clip_low=0.1), "clip_low=0.1 is no parameter of surrogate sapo, which has no clip"),
         (dict(surrogate="gspo"), "aggregation='token_mean' lets a sequence count by its length"),
         (dict(name="gmpo", advantage="turn_grpo"), "advantage='turn_grpo' differs from token to token"),
-        (dict(name="distill"), "reference='' leaves distill without a teacher"),
         (dict(name="distill", reference="T", dynamic_sampling=1), "dynamic_sampling=1 drops groups by a reward"),
         (dict(name="remax", kl_in="reward"), "kl_in='reward' needs a weight"),
         (dict(name="grpo", kl_estimate="k1"), "kl_estimate='k1' has a mean gradient of 0 in a loss"),

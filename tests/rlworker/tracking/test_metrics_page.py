@@ -22,7 +22,8 @@ from engines.batch.shard import TokenOutputs, ValueOutputs
 from engines.config import MegatronConfig, VllmConfig
 from rlworker.algorithms.losses import kl_k3, policy_loss, truncated_importance
 from rlworker.algorithms.objective import make_objective
-from rlworker.config.run import AlgorithmConfig, CriticConfig, CurriculumConfig, RunConfig
+from rlworker.config.algorithm import AlgorithmConfig, DistillConfig
+from rlworker.config.run import CriticConfig, CurriculumConfig, RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
@@ -167,7 +168,7 @@ def rl_fields(folder: Path, *, alike: bool = False, turns: int = 1, loss=None, a
 
     config = RunConfig(run_dir=str(folder), steps=2, prompts_per_step=2, samples_per_prompt=2, **settings)
     trainer = Trainer.__new__(Trainer)
-    trainer.actor, trainer.reference, trainer.critic = Group("actor"), Group("reference"), None
+    trainer.actor, trainer.references, trainer.critic = Group("actor"), {"reference": Group("reference").forward}, None
     if config.critic.train:
         trainer.critic = Group("critic")
     model = SimpleNamespace(vision=VISION, banned_tokens=(IMAGE_TOKEN,), count_training_flops=lambda *_: 1e6)
@@ -207,6 +208,7 @@ def fields(tmp_path, monkeypatch) -> set[str]:
     in_reward = replace(algorithm, kl_in="reward")
     critic = CriticConfig(train=True, clip=0.5, warmup_steps=1)
     centering = AlgorithmConfig(score_centering=TOP, mini_batches=2)
+    distilling = AlgorithmConfig(name="distill", reference="TEACHER")
     sampled = ValidationConfig(samples=2, temperature=0.7)
     approximate = VllmConfig(attention_override=("vllm_cpu/images",))
     buckets = dict(difficulty_field="level", buckets={0: 1.0, 1: 1.0}, advance_at=0.5)
@@ -216,6 +218,7 @@ def fields(tmp_path, monkeypatch) -> set[str]:
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic)
         | rl_fields(tmp_path / "turns", turns=2)
         | rl_fields(tmp_path / "centered", algorithm=centering)
+        | rl_fields(tmp_path / "distilled", algorithm=distilling, distill=DistillConfig(top_k=TOP))
         | rl_fields(tmp_path / "curriculum", curriculum=curriculum)
         | rl_fields(tmp_path / "ahead", rollout=VllmConfig(staleness=1))
         | rl_fields(tmp_path / "empty", algorithm=AlgorithmConfig(dynamic_sampling=1), alike=True)
@@ -236,6 +239,7 @@ def test_the_page_names_every_field_once_and_no_other(fields):
 
 
 MADE_IN = (
+    "algorithms/distillation.py",
     "algorithms/losses.py",
     "cluster/train_group.py",
     "rollouts/curriculum.py",
