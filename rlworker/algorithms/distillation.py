@@ -72,7 +72,7 @@ def check_teachers(rows: Sequence[Row], run: RunConfig, roles: Mapping[str, obje
         rows: rows to learn from. roles: the run's models by their role.
     """
     config = run.distill
-    if run.algorithm.parts.advantage != "distill":
+    if not run.algorithm.distills:
         return
     sources = {row.source.get(SOURCE) for row in rows}
     if missing := sorted(repr(source) for source in sources if config.name_role(source) not in roles):

@@ -190,6 +190,11 @@ class AlgorithmConfig:
         return self.mini_batches * self.epochs
 
     @property
+    def distills(self) -> bool:
+        """Tell whether the run learns from a teacher in place of its rewards."""
+        return self.parts.advantage == "distill"
+
+    @property
     def samples_greedily(self) -> bool:
         """Tell whether each prompt gets a greedy completion in addition to its samples."""
         return self.greedy_baseline or self.parts.advantage == "remax"
@@ -258,7 +263,7 @@ class AlgorithmConfig:
 
     def _check_penalties(self) -> None:
         parts = self.parts
-        if parts.advantage == "distill" and parts.dynamic_sampling:
+        if self.distills and parts.dynamic_sampling:
             self._refuse("dynamic_sampling", "drops groups by a reward that distill does not learn from; leave it out")
         if self.kl_in == "reward" and not parts.kl_coef:
             self._refuse("kl_in", "needs a weight of the KL penalty; set --algorithm.kl-coef")
@@ -306,7 +311,7 @@ class DistillConfig:
 
     def check_beside(self, algorithm: AlgorithmConfig, kept: int) -> None:
         """Raise ValueError if the algorithm, or a rollout of the ``kept`` likeliest tokens, excludes distillation."""
-        if algorithm.parts.advantage != "distill":
+        if not algorithm.distills:
             if self.teachers or self.top_k:
                 raise ValueError(
                     f"distill: teachers={self.teachers} and top_k={self.top_k} are of distillation, and "

@@ -182,7 +182,7 @@ class Trainer(Run[RunConfig]):
             with self._phase(clock, "values"):
                 batch = replace(batch, values=get_values(self.critic.forward(batch)))
         batch = self.objective.add_advantages(batch)
-        if metrics["zero_variance_groups"] == metrics["groups"] and not self.critic:
+        if metrics["zero_variance_groups"] == metrics["groups"] and not (self.critic or self.config.algorithm.distills):
             self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
         elif not batch.require_column("advantages")[batch.mask].any():
             self._warn("every advantage is 0: the rewards teach nothing in the next step")

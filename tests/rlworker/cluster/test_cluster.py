@@ -192,8 +192,10 @@ def test_a_batch_is_counted_as_it_is():
     wide |= {"old_top_logprobs": torch.zeros(64, 5)}
     batch = TrainBatch.from_ids([[1] * 65], [1])
     rest = [name for name in COLUMNS if getattr(batch, name) is None and COLUMNS[name] != "sequence"]
-    # A support stands in the place of the likeliest ids, a teacher's logprobs in that of the old ones. How wide routes are is the model's matter: none is counted.
-    floats = {name: torch.zeros(64) for name in rest if name not in {*ints, *wide, "support", "ref_top_logprobs", "routes"}}
+    # A support stands in the place of the likeliest ids, a teacher's logprobs in that of the old ones. How wide routes
+    # are is the model's matter: none is counted.
+    counted = {*ints, *wide, "support", "ref_top_logprobs", "routes"}
+    floats = {name: torch.zeros(64) for name in rest if name not in counted}
     columns = replace(batch, **floats, **ints, **wide).columns().values()
     taken = sum(column.nbytes for column in columns) / 64 * tokens
     assert taken <= count_batch_bytes(config) / 2 <= 1.5 * taken
