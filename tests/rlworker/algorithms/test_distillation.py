@@ -10,14 +10,16 @@ from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs
-from engines.config import VllmConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.distillation import add_reference, check_teachers, reverse_kl
 from rlworker.algorithms.objective import make_objective
 from rlworker.config.algorithm import AlgorithmConfig, DistillConfig
 from rlworker.config.beside_actor import check_same_tokens
 from rlworker.config.run import RunConfig
+from rlworker.config.sections import DataConfig
 from rlworker.data.rows import Row
+from rlworker.tracking.log import read_metrics
 
 N, VOCAB = 6, 24
 DISTILL = AlgorithmConfig(name="distill", reference="TEACHER")
@@ -27,7 +29,7 @@ def join_classes(log_p: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities ``[N, k + 1]`` of k ids, and of all other ids together, one place and class at a time."""
     rows = []
     for row, chosen in zip(log_p, ids.tolist(), strict=True):
-        others = [row[v].exp() for v in range(VOCAB) if v not in chosen]
+        others = [row[v].exp() for v in range(len(row)) if v not in chosen]
         # As the head has it where there are no others.
         rest = torch.stack(others).sum().log() if others else torch.tensor(1e-30, dtype=row.dtype).log()
         rows.append(torch.stack([*(row[v] for v in chosen), rest]))
@@ -126,3 +128,66 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_hf_model, tmp_path):
     message = "1 of 3 tokens differ, the first is 'c', id 2 of the actor and no token there; take a model with the"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_same_tokens(theirs, ours)
+
+
+@pytest.mark.large
+@pytest.mark.usefixtures("cluster", "by_value")
+def test_a_run_with_two_teachers_learns_by_their_own_kl(make_hf_model, tmp_path, measured):
+    """Over tensor-parallel halves of the vocabulary, against transformers' whole distributions of each teacher."""
+    from support.huggingface import load_folder
+
+    from recipes.common.addition import make_data, make_tokenizer
+    from rlworker.algorithms.advantages import distill
+    from rlworker.environments.reward import exact_match
+    from rlworker.trainers.rl import Trainer
+
+    rows = (make_data(tmp_path) / "train.jsonl").read_text().splitlines()[:16]
+    sources = ["sums", "others"] * 8
+    path = tmp_path / "rows.jsonl"
+    named = (json.dumps(json.loads(row) | {"data_source": source}) for row, source in zip(rows, sources, strict=True))
+    path.write_text("\n".join(named))
+    student, teachers = make_hf_model("llama", False), {"sums": make_hf_model("qwen2", False)}
+    reference = make_hf_model("llama", True)
+    for folder in (student, reference, *teachers.values()):
+        make_tokenizer().save_pretrained(folder)
+    config = RunConfig(
+        model=student,
+        run_dir=str(tmp_path / "run"),
+        data=DataConfig(str(path), max_prompt_tokens=8),
+        actor=MegatronConfig(ranks=2, tp=2, optimizer=OptimizerConfig(lr=3e-3, lr_scheduler="constant")),
+        rollout=VllmConfig(max_new_tokens=4, max_model_len=16, max_num_seqs=64, kv_cache_mb=64),
+        algorithm=AlgorithmConfig(name="distill", reference=reference),
+        distill=DistillConfig(teachers, top_k=32),
+        steps=12,
+        prompts_per_step=8,
+        samples_per_prompt=4,
+    )
+    seen: list[TrainBatch] = []
+
+    def see(batch: TrainBatch) -> Tensor:
+        seen.append(batch)
+        return distill(batch)
+
+    with Trainer(config, exact_match, advantage=see) as trainer:
+        trainer.fit()
+    first, batch = read_metrics(tmp_path / "run")[1], seen[0]
+    models = {"sums": load_folder(teachers["sums"]), "others": load_folder(reference), "student": load_folder(student)}
+    found, off = [], 0.0
+    prompts = {row.prompt_ids: row.source["data_source"] for row in trainer.rows}
+    for number in range(len(batch)):
+        one = batch.select(number, number + 1)
+        source = next(name for prompt, name in prompts.items() if tuple(one.inputs[: len(prompt)].tolist()) == prompt)
+        with torch.no_grad():
+            own, theirs = (models[name](one.inputs[None]).logits[0].log_softmax(-1) for name in ("student", source))
+        assert one.rollout_top_ids is not None and one.ref_top_logprobs is not None
+        ids = one.rollout_top_ids[one.mask].long()
+        wanted = join_classes(theirs[one.mask], ids)
+        off = max(off, float((one.ref_top_logprobs[one.mask] - wanted).abs().max()))
+        ours = join_classes(own[one.mask], ids)
+        found.append((ours.exp() * (ours - wanted)).sum(-1))
+    mean = float(torch.cat(found).mean())
+    apart = {"teachers' logprobs": off, "KL, relative": abs(first["teacher_kl"] - mean) / mean}
+    measured(apart)
+    assert max(apart.values()) <= 1e-5
+    kl = [step["teacher_kl"] for step in read_metrics(tmp_path / "run")[1:]]
+    assert kl[-1] < 0.7 * kl[0], kl
