@@ -40,11 +40,6 @@ class CheckConfig:
                 "check: --tiny chooses the model that is made if none is named, and a model is named or --self-test "
                 "makes its own; leave --tiny out"
             )
-        if self.actor.lora.rank and "experts" in self.actor.lora.targets:
-            raise ValueError(
-                "check: actor.lora.targets names experts, whose adapters are not merged into HuggingFace's weights; "
-                "leave experts out of --actor.lora.targets"
-            )
         types = {self.actor.dtype, self.rollout.dtype}
         if self.self_test and (not self.huggingface or types != {"float32"}):
             raise ValueError(

@@ -22,7 +22,7 @@ from engines.config import LoraConfig
 from engines.images.processor import ImageProcessor
 from engines.images.video import Video
 from engines.interfaces import LossFn
-from engines.models.adapters import name_in_peft
+from engines.models.adapters import ExpertAdapter, name_in_peft
 from engines.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ def _compute_in(
     drawn = lora.make_values(spec) if lora else {}  # in float32 at all types
     with computing_in_double() if dtype == torch.float64 else nullcontext():
         model = load_huggingface(spec, dtype)
-        adapters = _merge_adapters(model, spec, drawn, lora.scale) if lora else {}
+        if lora:
+            _merge_adapters(model, spec, drawn, lora)
         states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
         rows, outputs = max(1, _SCORES_AT_ONCE // spec.vocab), []
         for one, logits in iterate_logits(model, batch, make_image_arguments(spec)):
@@ -173,39 +174,53 @@ def _compute_in(
             gradients |= spec.split_parameter(name, parameter.grad.float())
             parameter.grad = None
     if lora:
-        gradients = _differentiate_adapters(spec, adapters, gradients, lora.scale)
+        gradients = _differentiate_adapters(spec, drawn, gradients, lora)
     hidden = {number: torch.cat(parts).float() for number, parts in states.items()}
     return Reference(joined.logprobs, joined.entropy, hidden, gradients)
 
 
 @torch.no_grad()
-def _merge_adapters(
-    model: "PreTrainedModel", spec: ModelSpec, values: dict[str, Tensor], scale: float
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Make the weights W of a model W + s B A, in its type.
-
-    Returns:
-        name of a weight in a saved folder -> its A and B.
-    """
-    merged = {}
+def _merge_adapters(model: "PreTrainedModel", spec: ModelSpec, values: dict[str, Tensor], lora: LoraConfig) -> None:
+    """Make the weights W of a model W + s B A, in its type."""
+    parts: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        for part, weight in spec.split_parameter(name, parameter).items():
-            if (a := values.get(name_in_peft(spec, part, "A"))) is not None:
-                merged[part] = a.double(), values[name_in_peft(spec, part, "B")].double()
-                weight.copy_(weight.double().addmm(merged[part][1], merged[part][0], alpha=scale))
-    return merged
+        parts |= spec.split_parameter(name, parameter)
+    for names, a, b in _pair_adapters(spec, values, lora):
+        change = lora.scale * torch.einsum("eor,eri->eoi", b, a)
+        for name, part in zip(names, change.reshape(len(names), *parts[names[0]].shape), strict=True):
+            parts[name].copy_(parts[name].double() + part)
 
 
 def _differentiate_adapters(
-    spec: ModelSpec, adapters: dict[str, tuple[Tensor, Tensor]], gradients: dict[str, Tensor], scale: float
+    spec: ModelSpec, values: dict[str, Tensor], gradients: dict[str, Tensor], lora: LoraConfig
 ) -> dict[str, Tensor]:
     """Compute gradients of A and B, by PEFT's names, from those of W + s B A: ``s B^T dW`` and ``s dW A^T``."""
-    found = {}
-    for name, (a, b) in adapters.items():
-        whole = gradients[name].double()
-        found[name_in_peft(spec, name, "A")] = (scale * b.T @ whole).float()
-        found[name_in_peft(spec, name, "B")] = (scale * whole @ a.T).float()
-    return found
+    leaves = {name: value.double().requires_grad_() for name, value in values.items()}
+    for names, a, b in _pair_adapters(spec, leaves, lora):
+        whole = torch.stack([gradients[name] for name in names]).double()
+        change = lora.scale * torch.einsum("eor,eri->eoi", b, a)
+        change.backward(whole.view(change.shape))
+    return {name: leaf.grad.float() for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def _pair_adapters(
+    spec: ModelSpec, values: dict[str, Tensor], lora: LoraConfig
+) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+    """Yield each adapter in float64: its weights' names in a saved folder, A ``[e, r, in]`` and B ``[e, out, r]``.
+
+    Where it is of routed experts, e is their number, else 1. PEFT has A of one expert after another, and of B all
+    experts' columns of one rank after another.
+    """
+    for each in lora.list_adapters(spec):
+        if isinstance(each, ExpertAdapter):
+            count, rows, columns = each.shape
+            a, b = (values[name].double() for name in each.tensors)
+            b = b.view(rows, lora.rank, count).permute(2, 0, 1)
+            yield list(each.weight.tensors), a.view(count, lora.rank, columns), b
+            continue
+        for name in each.targets:
+            a, b = (values[name_in_peft(spec, name, kind)].double()[None] for kind in "AB")
+            yield [name], a, b
 
 
 class _Doubling(TorchFunctionMode):

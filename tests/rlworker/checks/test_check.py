@@ -98,18 +98,22 @@ ADAPTED = ("--actor.lora.rank", "4")
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("tiny", ["qwen2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_pass_at_two_ranks(cluster, tmp_path, tiny, dtype):
+@pytest.mark.parametrize(
+    ("tiny", "dtype", "size"),
+    [("qwen2", "float32", {"tp": 2}), ("qwen2", "bfloat16", {"tp": 2}), ("qwen3_moe", "float32", {"ep": 2})],
+)
+def test_adapters_pass_at_two_ranks(cluster, tmp_path, tiny, dtype, size):
     from rlworker.checks.check import run_check
 
-    actor = MegatronConfig(ranks=2, tp=2, dtype=dtype, lora=LoraConfig(rank=4))
+    targets = ("attention", "mlp", "experts") if tiny == "qwen3_moe" else ("attention", "mlp")
+    actor = MegatronConfig(ranks=2, **size, dtype=dtype, lora=LoraConfig(rank=4, targets=targets))
     rollout = replace(CheckConfig().rollout, dtype=dtype)
     found = run_check(CheckConfig(model=make_tiny_model(tmp_path, tiny), actor=actor, rollout=rollout), print)
     assert {finding.outcome for finding in found} == {"ok"}, found
-    lines = {finding.check: finding.text for finding in found}
-    assert "lora_" in lines["gradients"] and "logprob mean" in lines["merge"]
-    assert float(re.search(r"logprob mean (\S+)", lines["merge"])[1]) > (1e-4 if dtype == "bfloat16" else 1e-8)
+    lines = {(finding.check, finding.where): finding.text for finding in found}
+    assert "lora_" in lines["gradients", "thd against HuggingFace"]
+    merged = re.search(r"logprob mean (\S+)", lines["merge", "thd, adapters in the weights"])
+    assert merged and float(merged[1]) > (1e-4 if dtype == "bfloat16" else 1e-8)
 
 
 @pytest.mark.large
