@@ -141,7 +141,8 @@ def configure_loss(algorithm: AlgorithmConfig, importance: Importance = "none", 
         passed.give("surrogate", None, "algorithm.surrogate", algorithm.surrogate is not None)
     if parts.kl_in == "loss":
         is_named = parts.kl_coef > 0 and "kl_coef" not in passed.bound
-        passed.give("kl_coef", parts.kl_coef, "algorithm.kl_coef", algorithm.kl_coef is not None or is_named)
+        is_set = bool(algorithm.kl_coef) or (algorithm.kl_coef is not None and passed.takes("kl_coef"))
+        passed.give("kl_coef", parts.kl_coef, "algorithm.kl_coef", is_set or is_named)
         if estimate := parts.kl_estimate:
             is_named = passed.takes("kl") and "kl" not in passed.bound
             is_set = algorithm.kl_estimate is not None or is_named

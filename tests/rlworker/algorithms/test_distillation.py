@@ -100,6 +100,8 @@ def test_each_sequence_is_compared_with_the_teacher_of_its_row():
 def test_settings_that_distillation_excludes_are_refused():
     assert make_objective(RunConfig(algorithm=DISTILL, distill=DistillConfig(top_k=4))).loss is reverse_kl
     assert make_objective(RunConfig(algorithm=DISTILL)).loss is not reverse_kl
+    without = replace(DISTILL, kl_coef=0.0)  # as a command line turns off a recipe's
+    assert make_objective(RunConfig(algorithm=without, distill=DistillConfig(top_k=4))).loss is reverse_kl
     several = DistillConfig({"sums": "A"}, 4)
     models = RunConfig(model="M", algorithm=AlgorithmConfig(name="distill"), distill=several).models
     assert models == {"actor": "M", "teacher sums": "A"}
