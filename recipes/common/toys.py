@@ -81,11 +81,15 @@ def shuffle_advantage(advantage: advantages.AdvantageFn) -> advantages.Advantage
 
 
 def shuffle_teacher(loss: LossFn) -> LossFn:
-    """Make the control's loss by a teacher's distributions: each counting token has that of the token before it."""
+    """Make the control's loss by a teacher whose likeliest ids are exchanged at random, anew at each place.
+
+    Distributions of other places would still tell how certain a teacher is, by which a policy gets better.
+    """
 
     def shuffled_loss(outputs: Outputs, batch: TrainBatch):
-        top = batch.require_column("ref_top_logprobs")  # [N, k + 1]
-        shuffled = top.masked_scatter(batch.mask[:, None], top[batch.mask].roll(1, 0))
+        top = batch.require_column("ref_top_logprobs")  # [N, k + 1], others last
+        places = np.random.default_rng(len(top)).random((len(top), top.shape[1] - 1)).argsort(1)
+        shuffled = torch.cat([top[:, :-1].gather(1, torch.from_numpy(places).to(top.device)), top[:, -1:]], 1)
         return loss(outputs, replace(batch, ref_top_logprobs=shuffled))
 
     return shuffled_loss
