@@ -1,0 +1,181 @@
+"""The HTTP server of a process that runs environments: one for all of its episodes, in a thread of its own.
+
+Each episode has a path with a token that nobody can guess. A call is read and written here; what it adds to its episode
+and the sampling happen in the event loop of the environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import Context, copy_context
+from typing import Any
+
+import uvicorn
+
+from rlworker.environments.endpoint import replies
+from rlworker.environments.endpoint.conversation import ENDED, Call, Conversation, Turn
+from rlworker.environments.endpoint.protocol import ApiError, Body, ChatBody, TextBody, read_body
+
+LARGEST_BODY = 8 << 20
+"""Most bytes of a request."""
+_KINDS: dict[str, type[ChatBody] | type[TextBody]] = {"/chat/completions": ChatBody, "/completions": TextBody}
+_JSON, _EVENTS = b"application/json", b"text/event-stream"
+_CLOSE_S = 5.0
+"""Seconds to wait until the server's thread has ended."""
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class EndpointServer:
+    """Serves the calls of agents, and answers them from the conversations of episodes. It listens on loopback.
+
+    Args:
+        loop: the event loop in which the environments run.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop, self._secret = loop, secrets.token_bytes(32)
+        self._sessions: dict[str, tuple[Conversation, Context]] = {}
+        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = uvicorn.Config(
+            self._serve,
+            log_config=None,
+            access_log=False,
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server, self._count = uvicorn.Server(config), 0
+        arguments = dict(sockets=[listening])
+        self._thread = threading.Thread(target=self._server.run, kwargs=arguments, name="endpoint", daemon=True)
+        Context().run(self._thread.start)  # or the episode that asked first would be that of every call
+
+    def open(self, conversation: Conversation) -> str:
+        """Open the path of an episode, whose environment calls this, and return its base URL."""
+        self._count += 1
+        token = f"{self._count:x}-{self._sign(f'{self._count:x}')}"
+        self._sessions[token] = conversation, copy_context()
+        conversation.close_session = lambda: self._sessions.pop(token, None) and None
+        return f"{self.address}/{token}/v1"
+
+    def close(self) -> None:
+        """End the server; calls that are open are cut off."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(_CLOSE_S)
+
+    def _sign(self, number: str) -> str:
+        return hmac.new(self._secret, number.encode(), "sha256").hexdigest()[:32]
+
+    # -- in the server's thread
+
+    async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        status, kind, headers = 200, _JSON, []
+        try:
+            body, kind = await self._respond(scope["method"], scope["path"], dict(scope["headers"]), receive)
+        except ApiError as error:
+            status, body = error.status, json.dumps(error.to_json()).encode()
+            if status == 405:
+                headers.append((b"allow", error.code.encode()))
+        headers += [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _respond(self, method: str, path: str, headers: dict, receive: Receive) -> tuple[bytes, bytes]:
+        _, _, rest = path.partition("/")
+        token, slash, rest = rest.partition("/v1")
+        if not slash or "/" in token:
+            raise ApiError(404, f"there is no {path!r:.200}; the address is http://HOST:PORT/EPISODE/v1", "not_found")
+        conversation, context = self._find(token)
+        is_read = rest in ("/models", "/openapi.json")
+        if not is_read and rest not in _KINDS:
+            raise ApiError(404, f"there is no /v1{rest!r:.200}", "not_found")
+        if method != (allowed := "GET" if is_read else "POST"):
+            raise ApiError(405, f"{method} is not allowed here, {allowed} is", allowed)
+        if is_read:
+            document = replies.list_models() if rest == "/models" else replies.describe(f"{self.address}/{token}/v1")
+            return json.dumps(document).encode(), _JSON
+        raw = await _read(headers, receive)
+        body = read_body(_KINDS[rest], raw, conversation.limits.drawing)
+        turns = await self._answer(conversation, context, body, rest.encode() + raw, receive)
+        if body.stream:
+            return replies.stream(body, turns, token), _EVENTS
+        return json.dumps(replies.complete(body, turns, token)).encode(), _JSON
+
+    def _find(self, token: str) -> tuple[Conversation, Context]:
+        if session := self._sessions.get(token):
+            return session
+        number, _, signature = token.partition("-")
+        if hmac.compare_digest(signature.encode(), self._sign(number).encode()):
+            raise ApiError(410, ENDED, "episode_ended")
+        raise ApiError(
+            401, "there is no episode of this token; take the base URL as the endpoint has it", "invalid_api_key"
+        )
+
+    async def _answer(
+        self, conversation: Conversation, context: Context, body: Body, raw: bytes, receive: Receive
+    ) -> list[Turn]:
+        """Have a call answered in the loop of the environments, and watch whether the client goes away."""
+        ours = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Turn]] = ours.create_future()
+
+        def settle(turns: list[Turn] | None, error: BaseException | None) -> None:
+            if answer.done():
+                return
+            if error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(turns or [])
+
+        call = Call(body, raw, lambda error: ours.call_soon_threadsafe(settle, None, error))
+
+        def finish(task: asyncio.Task) -> None:
+            error = ApiError(410, ENDED, "episode_ended") if task.cancelled() else task.exception()
+            ours.call_soon_threadsafe(settle, None if error else task.result(), error)
+
+        def begin() -> None:
+            self._loop.create_task(conversation.answer(call)).add_done_callback(finish)
+
+        async def watch() -> None:
+            await receive()  # after the body there is only the end
+            call.is_abandoned = True
+
+        self._loop.call_soon_threadsafe(begin, context=context)
+        watching = ours.create_task(watch())
+        try:
+            return await answer
+        finally:
+            watching.cancel()
+
+
+async def _read(headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: it is too large, or the client went away.
+    """
+    too_large = ApiError(413, f"the body has more than {LARGEST_BODY} bytes", "body_too_large")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > LARGEST_BODY:
+        raise too_large
+    parts, size, goes_on = [], 0, True
+    while goes_on:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the body was cut off")
+        parts.append(message.get("body", b""))
+        size, goes_on = size + len(parts[-1]), message.get("more_body", False)
+        if size > LARGEST_BODY:
+            raise too_large
+    return b"".join(parts)
