@@ -62,11 +62,6 @@ class Chat:
         self._turn: list[ChatPart] = []  # what was written since
         self._sampled = [(number, tuple(ids)) for number, ids in sorted(sampled.items())]  # of each, its message
 
-    @property
-    def parts(self) -> tuple[ChatPart, ...]:
-        """The whole text in parts, with the ids of sampled text that the template has left in it."""
-        return tuple(self._reuse_sampled())
-
     def note(self, part: ChatPart) -> None:
         """Record a part that was appended to the sequence: sampled ids, or text that is not a message."""
         self._turn.append(part)
@@ -88,7 +83,7 @@ class Chat:
         self.messages, self.text, self._turn = whole, text, []
         remainder = _find_remainder(text, before)
         if remainder is None:
-            return Addition(self.parts, is_fork=True)
+            return Addition(self.cut(), is_fork=True)
         stripped = remainder.lstrip()
         if end and stripped.startswith(end):  # which was sampled already
             remainder = stripped[len(end) :]
@@ -111,20 +106,21 @@ class Chat:
         texts = [p if isinstance(p, str) else self._decode(p, within=place > 0) for place, p in enumerate(parts)]
         return "".join(texts), end
 
-    def _reuse_sampled(self) -> list[ChatPart]:
-        parts, place, last = [], 0, -1
+    def cut(self) -> tuple[ChatPart, ...]:
+        """Cut the whole text into parts, with the ids of sampled text that the template has left in it."""
+        parts, place, start, last = [], 0, 0, -1
         for number, ids in self._sampled:
             if number != last:  # behind the messages before it, which may say the same
                 before, last = self._render(self.messages[:number]) if number else "", number
-                place = max(place, len(before) if self.text.startswith(before) else 0)
+                start = max(place, len(before) if self.text.startswith(before) else 0)
             while ids and (ids[-1] in self.end_token_ids or self._decode(ids[-1:], within=True).isspace()):
                 ids = ids[:-1]  # which the template writes itself, or trims
-            start = self._find_tail(ids, place)
-            if start < len(ids):
-                first, end = self._locate(ids[start:], place)
-                parts += [self.text[place:first], ids[start:]]
-                place = end
-        return [part for part in [*parts, self.text[place:]] if part]
+            cut = self._find_tail(ids, start)
+            if cut < len(ids):
+                first, end = self._locate(ids[cut:], start)
+                parts += [self.text[place:first], ids[cut:]]
+                place = start = end
+        return tuple(part for part in [*parts, self.text[place:]] if part)
 
     def _find_tail(self, ids: tuple[int, ...], place: int) -> int:
         """Find where the longest tail of sampled ids starts that stands in the text past a place.

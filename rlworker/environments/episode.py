@@ -198,7 +198,7 @@ class Episode:
                 "model; give the prompt as chat messages, or leave tools out"
             )
         self._chat = self._make_chat(messages, sampled) if messages else None
-        segment = codec.encode(self._chat.parts if self._chat else (content,), images, is_plain=not messages)
+        segment = codec.encode(self._chat.cut() if self._chat else (content,), images, is_plain=not messages)
         if not len(segment.token_ids):
             raise ValueError(
                 "Episode: the prompt is empty, expected at least one token, from which the first sample is predicted"

@@ -143,7 +143,7 @@ class Sample:
 
     @classmethod
     def read(cls, completion: Completion, found: ToolCalls | None, logprobs: bool = False) -> Sample:
-        """Make a sample from a completion, with its logprobs or without, and the tool calls that a parser found in it."""
+        """Make a sample from a completion, with its logprobs or without, and the tool calls that a parser found."""
         sample = cls("", completion.token_ids, completion.finished, logprobs=completion.logprobs if logprobs else None)
         if not found:
             return sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,12 +47,14 @@ class Call:
         body: of the request. raw: its bytes, by which a call is known that is made again.
         fail: answers the call with an error at once.
         is_abandoned: whether the client went away before it was answered.
+        task: answers it.
     """
 
     body: Body
     raw: bytes
     fail: Callable[[ApiError], None]
     is_abandoned: bool = False
+    task: asyncio.Task | None = None
 
 
 class Conversation:
@@ -69,15 +72,14 @@ class Conversation:
     """
 
     def __init__(self, policy: Policy, episode: Episode, tool_parser: str, limits: EpisodeLimits):
-        if tool_parser:
-            episode.show_tools((), tool_parser)
+        episode.show_tools((), tool_parser)  # which checks its name
         self.episode, self.limits, self.limit = episode, limits, None
         self.close_session: Callable[[], None] = lambda: None
         self._policy, self._parser, self._lock = policy, tool_parser, asyncio.Lock()
         self._open: set[Call] = set()
         self._missed: dict[bytes, list[Turn]] = {}  # turns of calls that nobody heard the answer of
         self._history: list[Any] | str | None = None  # with which a call begins that goes on
-        self._answers: list[tuple[Any, str, Sequence[int]]] = []  # of each turn: message, raw text, ids
+        self._answers: list[tuple[Any, str, list[int]]] = []  # of each turn: message, raw text, ids
         self._refusal = ""  # why calls are refused
 
     def close(self) -> None:
@@ -86,6 +88,8 @@ class Conversation:
         self.close_session()
         for call in self._open:
             call.fail(ApiError(410, ENDED, "episode_ended"))
+            if call.task:
+                call.task.cancel()
 
     async def answer(self, call: Call) -> list[Turn]:
         """Sample the turns of a call, ``n`` of them.
@@ -93,11 +97,14 @@ class Conversation:
         Raises:
             ApiError: the call cannot be answered.
         """
+        call.task = asyncio.current_task()
         self._open.add(call)
         try:
             async with self._lock:
                 if self._refusal:
                     raise ApiError(410, self._refusal, "episode_ended")
+                if call.is_abandoned:
+                    return []
                 if call.raw in self._missed:
                     return self._missed.pop(call.raw)
                 turns = await self._take_turns(call.body)
@@ -121,9 +128,8 @@ class Conversation:
         return [await self._take_turn(body, stops) for _ in range(count)]
 
     async def _take_turn(self, body: Body, stops: tuple[int, ...]) -> Turn:
-        history, self._history = self._history, None  # none to go on from, where this fails
         try:
-            written = self._chat(body, history) if isinstance(body, ChatBody) else self._write(body, history)
+            written = self._write_messages(body) if isinstance(body, ChatBody) else self._write_prompt(body)
         except ApiError:
             raise
         except Exception as error:  # whatever a chat template raises on messages that a client made up
@@ -149,7 +155,8 @@ class Conversation:
             calls = [{"function": {"name": name, "arguments": text}} for _, name, text in turn.calls]
             message = _key({"role": "assistant", "content": turn.text, "tool_calls": calls})
             self._history = [*written, message]
-            self._answers.append((message, get_codec().decode_samples([sample.token_ids])[0], sample.token_ids))
+            (raw,) = get_codec().decode_samples([sample.token_ids])
+            self._answers.append((message, raw, sample.token_ids.tolist()))
         return turn
 
     def _read(self, sample: Sample, body: Body, stops: tuple[int, ...], prompt_ids: int | list[int]) -> Turn:
@@ -166,7 +173,7 @@ class Conversation:
 
     # -- what calls write
 
-    def _chat(self, body: ChatBody, history: list[Any] | str | None) -> list[Any]:
+    def _write_messages(self, body: ChatBody) -> list[Any]:
         """Write the messages of a call to the episode, and return them as they are compared with those of the next."""
         messages: list[dict] = [{name: value for name, value in m.items() if value is not None} for m in body.messages]
         for message in messages:
@@ -178,17 +185,20 @@ class Conversation:
             raise ApiError(
                 400, "tools: name the model's tool parser: policy.endpoint(row, tool_parser=...)", param="tools"
             )
-        goes_on = isinstance(history, list) and len(keys) > len(history) and keys[: len(history)] == history
-        if tools != episode.tools:
-            goes_on = False
-            episode.show_tools(tools, self._parser)
-        episode.tool_parser = parser
-        if goes_on:
-            assert isinstance(history, list)
-            episode.observe([_load_arguments(message) for message in messages[len(history) :]])
-        elif not self._is_new or tools or messages != [*episode.row.messages]:
+        known = self._history if isinstance(self._history, list) and tools == episode.tools else None
+        sampled, begins = {}, 0
+        if known is not None and len(keys) > len(known) and keys[: len(known)] == known:
+            begins = len(known)
+        else:
             sampled = self._restore(messages, keys)
-            episode.fork([_load_arguments(message) for message in messages], sampled=sampled)
+        written, images = _split_images([_load_arguments(message) for message in messages[begins:]])
+        if tools != episode.tools:
+            episode.show_tools(tools, self._parser)
+        episode.tool_parser, self._history = parser, None  # none to go on from, where what follows fails
+        if begins:
+            episode.observe(written, images)
+        elif not self._is_new or tools or written != [*episode.row.messages]:
+            episode.fork(written, images, sampled=sampled)
         return keys
 
     def _restore(self, messages: list[dict], keys: Sequence[Any]) -> dict[int, Sequence[int]]:
@@ -205,9 +215,10 @@ class Conversation:
                 messages[number], first = {"role": "assistant", "content": text}, place + 1
         return sampled
 
-    def _write(self, body: TextBody, history: list[Any] | str | None) -> str | None:
+    def _write_prompt(self, body: TextBody) -> str | None:
         """Write the prompt of a call to the episode, and return its text, with which the next may begin."""
         prompt, episode = body.prompt, self.episode
+        history, self._history, episode.tool_parser = self._history, None, ""
         if isinstance(prompt, list):
             known = episode.token_ids
             if episode.turns and prompt[: len(known)] == known:
@@ -223,7 +234,7 @@ class Conversation:
 
     @property
     def _is_new(self) -> bool:
-        """Whether the episode is the row's prompt and nothing else."""
+        """True where the episode is the row's prompt and nothing else."""
         first, *others = self.episode.sequences[0]
         return not self.episode.turns and not others and first.token_ids is self.episode.row.prompt_ids
 
@@ -263,3 +274,30 @@ def _load_arguments(message: dict) -> dict:
                 raise ApiError(400, f"{where}: {text!r:.80}", param="messages") from None
         calls.append(call)
     return {**message, "tool_calls": calls}
+
+
+def _split_images(messages: list[dict]) -> tuple[list[dict], list[bytes]]:
+    """Return messages with a marker in the place of each image, as chat templates take them, and the images."""
+    images = []
+    for number, message in enumerate(messages):
+        if not isinstance(content := message.get("content"), list):
+            continue
+        parts = []
+        for part in content:
+            if part.get("type") == "image_url":
+                images.append(_read_image(part.get("image_url")))
+                part = {"type": "image"}
+            parts.append(part)
+        messages[number] = {**message, "content": parts}
+    return messages, images
+
+
+def _read_image(value: Any) -> bytes:
+    """Read an image that is written into a message."""
+    url = value.get("url") if isinstance(value, Mapping) else value
+    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
+        raise ApiError(
+            400, f"messages: got the image {url!r:.80}, expected data:image/...;base64,...", param="messages"
+        )
+    return base64.b64decode(data)

@@ -6,10 +6,10 @@ A field that OpenAI has and that is missing here is refused by its name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Required
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import Required, TypedDict  # pydantic takes that of typing from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 CONTEXT_LIMIT = "context_length_exceeded"
 """OpenAI's code of a request that is longer than the model's context."""
@@ -25,8 +25,8 @@ _NEUTRAL: Mapping[str, Any] = {
     "echo": False,
     "suffix": "",
 }
-"""Parameters that change what is sampled, or ask for numbers that the run does not keep, with the value at which they do
-not. A run's own settings take the place of the first two."""
+"""Parameters that change what is sampled, or ask for numbers that the run does not keep: name -> the one value that it
+may have. A run's own settings take the place of the first two."""
 
 
 class ApiError(Exception):

@@ -31,10 +31,10 @@ def complete(body: Body, turns: Sequence[Turn], token: str) -> dict[str, Any]:
         }
         choice |= {"message": _make_message(turn)} if is_chat else {"text": turn.text}
         choices.append(choice | _list_ids(body, turn))
-    return _frame(body, turns, token, "chat.completion" if is_chat else "text_completion") | {
-        "choices": choices,
-        "usage": _count(turns),
-    }
+    reply = _frame(body, turns, token, "chat.completion" if is_chat else "text_completion")
+    if is_chat and body.return_token_ids:
+        reply["prompt_token_ids"] = turns[0].prompt_ids
+    return reply | {"choices": choices, "usage": _count(turns)}
 
 
 def stream(body: Body, turns: Sequence[Turn], token: str) -> bytes:
@@ -93,13 +93,14 @@ def _list_ids(body: Body, turn: Turn) -> dict[str, Any]:
     """List the ids of context and sample, where the call asks for them, by vLLM's names."""
     if not body.return_token_ids:
         return {}
-    return {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.sample.token_ids.tolist()}
+    context = {} if isinstance(body, ChatBody) else {"prompt_token_ids": turn.prompt_ids}
+    return context | {"token_ids": turn.sample.token_ids.tolist()}
 
 
 def _list_logprobs(body: Body, turn: Turn) -> dict[str, Any] | None:
     """List the logprobs of a sample; None where the call asks for none, or it was sampled greedily."""
     values = turn.sample.logprobs
-    if body.logprobs in (None, False) or values is None or not len(values):
+    if body.logprobs is None or body.logprobs is False or values is None or not len(values):
         return None
     numbers = values.tolist()
     if isinstance(body, ChatBody):

@@ -24,6 +24,8 @@ from rlworker.environments.endpoint.protocol import ApiError, Body, ChatBody, Te
 
 LARGEST_BODY = 8 << 20
 """Most bytes of a request."""
+_MOST_READ = 64 << 20
+"""Bytes of a larger request after which it is cut off."""
 _KINDS: dict[str, type[ChatBody] | type[TextBody]] = {"/chat/completions": ChatBody, "/completions": TextBody}
 _JSON, _EVENTS = b"application/json", b"text/event-stream"
 _CLOSE_S = 5.0
@@ -83,7 +85,7 @@ class EndpointServer:
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         status, kind, headers = 200, _JSON, []
         try:
-            body, kind = await self._respond(scope["method"], scope["path"], dict(scope["headers"]), receive)
+            body, kind = await self._respond(scope["method"], scope["path"], receive)
         except ApiError as error:
             status, body = error.status, json.dumps(error.to_json()).encode()
             if status == 405:
@@ -92,7 +94,8 @@ class EndpointServer:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _respond(self, method: str, path: str, headers: dict, receive: Receive) -> tuple[bytes, bytes]:
+    async def _respond(self, method: str, path: str, receive: Receive) -> tuple[bytes, bytes]:
+        raw = await _read(receive)  # first, since many clients send all of it before they listen
         _, _, rest = path.partition("/")
         token, slash, rest = rest.partition("/v1")
         if not slash or "/" in token:
@@ -106,7 +109,6 @@ class EndpointServer:
         if is_read:
             document = replies.list_models() if rest == "/models" else replies.describe(f"{self.address}/{token}/v1")
             return json.dumps(document).encode(), _JSON
-        raw = await _read(headers, receive)
         body = read_body(_KINDS[rest], raw, conversation.limits.drawing)
         turns = await self._answer(conversation, context, body, rest.encode() + raw, receive)
         if body.stream:
@@ -138,7 +140,7 @@ class EndpointServer:
             else:
                 answer.set_result(turns or [])
 
-        call = Call(body, raw, lambda error: ours.call_soon_threadsafe(settle, None, error))
+        call = Call(body, raw, lambda error: ours.call_soon_threadsafe(settle, None, error) and None)
 
         def finish(task: asyncio.Task) -> None:
             error = ApiError(410, ENDED, "episode_ended") if task.cancelled() else task.exception()
@@ -159,23 +161,21 @@ class EndpointServer:
             watching.cancel()
 
 
-async def _read(headers: dict[bytes, bytes], receive: Receive) -> bytes:
-    """Read the body of a request.
+async def _read(receive: Receive) -> bytes:
+    """Read the body of a request. One that is too large is read to its end, too.
 
     Raises:
         ApiError: it is too large, or the client went away.
     """
-    too_large = ApiError(413, f"the body has more than {LARGEST_BODY} bytes", "body_too_large")
-    length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length) > LARGEST_BODY:
-        raise too_large
     parts, size, goes_on = [], 0, True
-    while goes_on:
+    while goes_on and size <= _MOST_READ:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "the body was cut off")
-        parts.append(message.get("body", b""))
-        size, goes_on = size + len(parts[-1]), message.get("more_body", False)
-        if size > LARGEST_BODY:
-            raise too_large
+        part, goes_on = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        if size <= LARGEST_BODY:
+            parts.append(part)
+    if size > LARGEST_BODY:
+        raise ApiError(413, f"the body has more than {LARGEST_BODY} bytes", "body_too_large")
     return b"".join(parts)

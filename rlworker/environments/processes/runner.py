@@ -97,6 +97,8 @@ class EnvRunner:
         for running in self._live.values():
             if running.task:
                 running.task.cancel()
+            if running.conversation:
+                running.conversation.close()
         self._loop.run_until_complete(asyncio.sleep(0))
         for helper in (self._tools, self._server):
             if helper:
