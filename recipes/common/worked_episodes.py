@@ -61,7 +61,7 @@ class Teacher:
     ) -> Any:
         return call(*args, **keywords)
 
-    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str) -> Endpoint:
+    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint:
         raise ValueError("worked episodes: a teacher has no endpoint; let the environment await policy.sample")
 
 

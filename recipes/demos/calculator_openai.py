@@ -3,16 +3,20 @@
 Rows, model, warm-up and rewards are those of ``recipes/demos/calculator.py``.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+
+from openai import AsyncOpenAI
 
 from recipes.common.agents import connect, play_with_tools
 from recipes.common.toys import run_toy
 from recipes.demos import calculator
 from recipes.demos.calculator import CALCULATOR, TOOL, TURNS, calculate, mislead
 from rlworker import Episode, Policy, Row
+from rlworker.environments.policy import Endpoint
 
 
-async def play(policy: Policy, row: Row) -> Episode:
+async def play(policy: Policy, row: Row, connect: Callable[[Endpoint], AsyncOpenAI] = connect) -> Episode:
     """Answer the model's calls until it says something that is none."""
     endpoint = policy.endpoint(row, tool_parser="hermes")
     tools = {"calculate": mislead if row.source.get("misled") else calculate}

@@ -86,7 +86,7 @@ class Host(Protocol):
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any: ...
 
-    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str) -> Endpoint: ...
+    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint: ...
 
 
 class Policy:
@@ -138,8 +138,8 @@ class Policy:
             )
         return await self._host.sample(self, episode, int(min(most, room)), stop)
 
-    def endpoint(self, row: Row, *, tool_parser: str = "") -> Endpoint:
-        """Open an address of OpenAI's API for this episode, which any client in any process of this machine may call.
+    def endpoint(self, row: Row, *, tool_parser: str = "", host: str = "127.0.0.1") -> Endpoint:
+        """Open an address of OpenAI's API for this episode, which any client in any process of this node may call.
 
         Every call samples a turn, as ``sample`` does. Its messages are compared with the episode's: what follows them
         is observed, and a history that was rewritten begins a new sequence. The address is closed as the episode ends::
@@ -155,11 +155,13 @@ class Policy:
         Args:
             row: the question. Until the first call the episode is the row's prompt.
             tool_parser: name of vLLM's parser for this model's tool calls, for calls with ``tools``.
+            host: address at which it listens. Loopback serves agents of this node; ``0.0.0.0`` serves those in
+                containers and on other machines too, and the base URL then has the node's own address.
 
         Raises:
-            ValueError: the episode has an endpoint, or vLLM has no parser of that name.
+            ValueError: the episode has an endpoint, vLLM has no parser of that name, or the node has no such address.
         """
-        return self._host.open_endpoint(self, row, tool_parser)
+        return self._host.open_endpoint(self, row, tool_parser, host)
 
     async def tool(
         self,

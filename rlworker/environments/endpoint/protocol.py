@@ -109,7 +109,7 @@ class ChatBody(_Body):
 class TextBody(_Body):
     """Body of a request for a text completion."""
 
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None

@@ -135,7 +135,7 @@ def describe(base_url: str) -> dict[str, Any]:
         schemas |= schema.pop("$defs", {}) | {kind.__name__: schema}
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
         answer = {"schema": {"$ref": "#/components/schemas/Completion"}}
-        answers = {"application/json": answer, "text/event-stream": {"schema": {"type": "string"}}}
+        answers = {"application/json": answer, "text/event-stream": {}}
         done = {"200": {"description": "the sampled turns", "content": answers}}
         body = {"required": True, "content": content}
         paths[path] = {

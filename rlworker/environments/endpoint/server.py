@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import resource
 import secrets
 import socket
 import threading
@@ -36,17 +37,29 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class EndpointServer:
-    """Serves the calls of agents, and answers them from the conversations of episodes. It listens on loopback.
+    """Serves the calls of agents, and answers them from the conversations of episodes.
 
     Args:
-        loop: the event loop in which the environments run.
+        loop: the event loop in which the environments run. host: address at which it listens.
+
+    Raises:
+        ValueError: this machine has no such address.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
+    def __init__(self, loop: asyncio.AbstractEventLoop, host: str):
         self._loop, self._secret = loop, secrets.token_bytes(32)
         self._sessions: dict[str, tuple[Conversation, Context]] = {}
-        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a call takes two files, its client's and ours
+        try:
+            listening = socket.create_server((host, 0), backlog=2048)
+        except OSError as error:
+            raise ValueError(
+                f"endpoint: cannot listen at {host!r} ({error}); pass policy.endpoint an address of each node, such as "
+                "0.0.0.0"
+            ) from error
+        name = _find_address() if host == "0.0.0.0" else host
+        self.address = f"http://{name}:{listening.getsockname()[1]}"
         config = uvicorn.Config(
             self._serve,
             log_config=None,
@@ -159,6 +172,16 @@ class EndpointServer:
             return await answer
         finally:
             watching.cancel()
+
+
+def _find_address() -> str:
+    """Find the address by which other machines reach this one; loopback where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # which sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
 
 
 async def _read(receive: Receive) -> bytes:

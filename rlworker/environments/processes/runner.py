@@ -55,7 +55,7 @@ class EnvRunner:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._tools: ToolRunner | None = None
-        self._server: EndpointServer | None = None
+        self._servers: dict[str, EndpointServer] = {}  # by the address at which each listens
         self._live: dict[int, RunningEpisode] = {}
         self._backlog: deque[RunningEpisode] = deque()  # which have not begun
         self._groups: dict[int, list[tuple[RunningEpisode, GroupCall]]] = {}
@@ -100,9 +100,10 @@ class EnvRunner:
             if running.conversation:
                 running.conversation.close()
         self._loop.run_until_complete(asyncio.sleep(0))
-        for helper in (self._tools, self._server):
-            if helper:
-                helper.close()
+        for server in self._servers.values():
+            server.close()
+        if self._tools:
+            self._tools.close()
         self._loop.close()
 
     # -- an episode
@@ -279,7 +280,7 @@ class EnvRunner:
             running.tool_failures += 1
             raise
 
-    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str) -> Endpoint:
+    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint:
         """Carry out ``Policy.endpoint``."""
         from rlworker.environments.endpoint.conversation import Conversation
         from rlworker.environments.endpoint.server import EndpointServer
@@ -287,9 +288,10 @@ class EnvRunner:
         running = self._live[policy.number]
         if running.conversation:
             raise ValueError("endpoint: this episode has one; call policy.endpoint once and hand its base_url on")
-        self._server = self._server or EndpointServer(self._loop)
+        if host not in self._servers:
+            self._servers[host] = EndpointServer(self._loop, host)
         running.conversation = Conversation(running, Episode(row), tool_parser, self.limits)
-        return Endpoint(self._server.open(running.conversation), running.conversation.episode)
+        return Endpoint(self._servers[host].open(running.conversation), running.conversation.episode)
 
     # -- time
 

@@ -68,11 +68,12 @@ def play(
     limits: EpisodeLimits = PATIENT,
     lose: Mapping[int, int] | None = None,
     template: str = QWEN2_5,
+    host: str = "127.0.0.1",
 ) -> list[Trajectory]:
     """Play one episode with each agent, all at once, with a reward of 1: their trajectories."""
 
     async def environment(policy: Policy, row: Row):
-        endpoint = policy.endpoint(row, tool_parser="hermes")
+        endpoint = policy.endpoint(row, tool_parser="hermes", host=host)
         async with connect(endpoint) as client:
             await row.source["agent"](client, endpoint)
         endpoint.episode.reward(1)

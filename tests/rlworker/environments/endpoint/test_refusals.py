@@ -231,6 +231,18 @@ def test_a_call_that_is_open_as_the_episode_ends_is_refused_at_once():
     assert records[0].failure[0] == "no_generation" and records[1].failure is None
 
 
+def test_it_listens_where_it_is_told_to():
+    """At every address, named by that of the machine; an address that the machine lacks is refused."""
+
+    async def agent(client, endpoint):
+        assert not endpoint.base_url.startswith("http://0.0.0.0")
+        await client.chat.completions.create(**BODY)
+
+    assert play(agent, host="0.0.0.0")[0].failure is None
+    (record,) = play(agent, host="203.0.113.1")
+    assert record.failure and "endpoint: cannot listen at '203.0.113.1'" in record.failure[1]
+
+
 def test_a_slow_client_holds_nobody_up():
     async def slow(client, endpoint):
         status, _, _ = await send(f"{endpoint.base_url}/chat/completions", json.dumps(BODY).encode(), pause_s=0.05)
