@@ -13,7 +13,7 @@ import httpx
 from support.environments.chat import QWEN2_5, make_chat_tokenizer
 from support.environments.runners import EOS, LIMITS, Engines, LocalPool, make_loop, say_length
 
-from engines.batch.samples import Sampling
+from engines.batch.samples import Completion, Request, Sampling
 from engines.vllm.tools import ToolCalls
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Codec
@@ -45,7 +45,16 @@ def make_chat_row(*messages: Mapping, template: str = QWEN2_5) -> Row:
 
 
 class ToolEngines(Engines):
-    """Reads calls as Hermes writes them, as vLLM's parser does."""
+    """Ends samples at the stops of each request, and reads calls as Hermes writes them, as vLLM does."""
+
+    def sample(self, requests: Sequence[Request], stream: tuple[int, ...]) -> list[Completion]:
+        found = []
+        for request, whole in zip(requests, super().sample(requests, stream), strict=True):
+            ends = [i for i, token in enumerate(whole.token_ids.tolist()) if token in request.sampling.stop_token_ids]
+            size = min([*(end + 1 for end in ends), len(whole.token_ids)])
+            spans = ((whole.version, size),)
+            found.append(replace(whole, token_ids=whole.token_ids[:size], logprobs=whole.logprobs[:size], spans=spans))
+        return found
 
     def parse_tools(self, texts: Sequence[str], parser: str, tools: list) -> list[ToolCalls]:
         assert parser == "hermes" and tools == [TOOL]

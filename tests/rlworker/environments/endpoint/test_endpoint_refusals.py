@@ -259,11 +259,13 @@ def test_an_agent_that_goes_another_way_when_it_is_begun_anew_is_told_so():
     tries = []
 
     async def agent(client, endpoint):
-        tries.append(len(tries))
-        said = [ASK, {"role": "user", "content": str(tries[-1])}]
-        for _ in range(2):
-            await client.chat.completions.create(model="", messages=said)
+        tries.append([])
+        for said in ([ASK, {"role": "user", "content": str(len(tries))}], [ASK]):
+            status, document, _ = await ask(endpoint.base_url, messages=said)
+            tries[-1].append((status, document.get("error", {}).get("message", "")))
 
     (record,) = play(agent, lose={1: -1})
-    assert record.failure and record.failure[0] == "raised" and "the episode was begun anew" in record.failure[1]
-    assert len(tries) == 2 and record.turns == 1
+    assert [status for status, _ in tries[0]] == [200]
+    assert [status for status, _ in tries[1]] == [410, 410], "and cannot go on"
+    assert all("the episode was begun anew" in message for _, message in tries[1])
+    assert record.turns == 1

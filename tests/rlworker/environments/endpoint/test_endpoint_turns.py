@@ -257,11 +257,11 @@ def test_calls_at_once_are_answered_in_their_order():
 
 def test_a_stop_ends_a_sample_and_is_no_part_of_its_text():
     async def agent(client, endpoint):
-        reply = await client.chat.completions.create(model="", messages=[ASK], stop=["<eos>", "3"], max_tokens=3)
-        assert reply.choices[0].message.content == "~12"
+        reply = await client.chat.completions.create(model="", messages=[ASK], stop=["4", "3"], max_tokens=7)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("~12", "stop")
 
-    (record,) = play(agent, say=lambda ids, number: "12")
-    assert record.completions[0].token_ids[-1] == 2
+    (record,) = play(agent, say=lambda ids, number: "1234")
+    assert tell_chat(record)[0][1] == (0, "~123"), "it belongs to the sample"
 
 
 def test_a_client_in_a_thread_plays_too():
