@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import resource
 import secrets
 import socket
@@ -22,7 +23,9 @@ import uvicorn
 from rlworker.environments.endpoint import replies
 from rlworker.environments.endpoint.conversation import ENDED, Call, Conversation, Turn
 from rlworker.environments.endpoint.protocol import ApiError, Body, ChatBody, TextBody, read_body
+from rlworker.environments.user_code import describe_error
 
+LOGGER = logging.getLogger(__name__)
 LARGEST_BODY = 8 << 20
 """Most bytes of a request."""
 _MOST_READ = 64 << 20
@@ -70,6 +73,7 @@ class EndpointServer:
             proxy_headers=False,
             server_header=False,
             date_header=False,
+            timeout_keep_alive=3600,  # an agent may think for long between two calls
             timeout_graceful_shutdown=1,
         )
         self._server, self._count = uvicorn.Server(config), 0
@@ -124,6 +128,8 @@ class EndpointServer:
             return json.dumps(document).encode(), _JSON
         body = read_body(_KINDS[rest], raw, conversation.limits.drawing)
         turns = await self._answer(conversation, context, body, rest.encode() + raw, receive)
+        if not turns:  # the client went away before it was its turn
+            return b"", _JSON
         if body.stream:
             return replies.stream(body, turns, token), _EVENTS
         return json.dumps(replies.complete(body, turns, token)).encode(), _JSON
@@ -157,6 +163,9 @@ class EndpointServer:
 
         def finish(task: asyncio.Task) -> None:
             error = ApiError(410, ENDED, "episode_ended") if task.cancelled() else task.exception()
+            if error and not isinstance(error, ApiError):
+                LOGGER.error("endpoint: a call failed", exc_info=error)
+                error = ApiError(500, describe_error(error), "server_error")
             ours.call_soon_threadsafe(settle, None if error else task.result(), error)
 
         def begin() -> None:

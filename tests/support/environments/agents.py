@@ -23,7 +23,7 @@ from rlworker.environments.record import Trajectory
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-PATIENT = replace(LIMITS, turns=8, tokens=4000, time_limit_s=20.0)
+PATIENT = replace(LIMITS, turns=8, tokens=4000, time_limit_s=100.0)
 ASK = {"role": "user", "content": "1+1, ok?"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 Agent = Callable[["AsyncOpenAI", Endpoint], Awaitable[Any]]
@@ -67,7 +67,7 @@ def connect(endpoint: Endpoint) -> AsyncOpenAI:
     """Make a client as any agent has it; what it would retry is an error here, and it reads no certificates."""
     from openai import AsyncOpenAI
 
-    http = httpx.AsyncClient(verify=False, timeout=20.0)
+    http = httpx.AsyncClient(verify=False, timeout=100.0)
     return AsyncOpenAI(base_url=endpoint.base_url, api_key="-", max_retries=0, http_client=http)
 
 

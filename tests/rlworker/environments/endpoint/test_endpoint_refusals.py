@@ -10,7 +10,7 @@ from support.environments.agents import ASK, PATIENT, connect, make_chat_row, pl
 from rlworker.environments.endpoint.server import LARGEST_BODY
 
 BODY = {"model": "policy", "messages": [ASK]}
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 async def send(url: str, body: bytes, *headers: str, method: str = "POST", pause_s: float = 0.0):
@@ -269,3 +269,15 @@ def test_an_agent_that_goes_another_way_when_it_is_begun_anew_is_told_so():
     assert [status for status, _ in tries[1]] == [410, 410], "and cannot go on"
     assert all("the episode was begun anew" in message for _, message in tries[1])
     assert record.turns == 1
+
+
+def test_a_fault_of_ours_is_told_in_the_same_form(monkeypatch):
+    from rlworker.environments.endpoint.conversation import Conversation
+
+    async def agent(client, endpoint):
+        monkeypatch.setattr(Conversation, "_read", lambda *_: 1 / 0)
+        status, document, _ = await ask(endpoint.base_url)
+        assert status == 500 and document["error"]["type"] == "server_error"
+        assert "ZeroDivisionError" in document["error"]["message"]
+
+    assert play(agent)[0].failure is None

@@ -21,7 +21,7 @@ from rlworker.environments import Episode
 
 CHAT = [ASK, {"role": "user", "content": "Sure?"}, {"role": "user", "content": "ok"}]
 START, GO_ON = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def say_call(prompt, number):
