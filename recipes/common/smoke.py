@@ -99,7 +99,9 @@ def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
         rollout=replace(rollout, **{name: getattr(config.rollout, name) for name in _DRAWN}),
         algorithm=algorithm,
         critic=replace(config.critic, model="", warmup_steps=min(1, config.critic.warmup_steps)),
-        environment=replace(config.environment, workers=1),
+        environment=replace(
+            config.environment, workers=1, tokens=min(config.environment.tokens, rollout.max_model_len)
+        ),
         placement=replace(config.placement, dedicated_devices=()),
         prompts_per_step=8,
         samples_per_prompt=min(4, config.samples_per_prompt),

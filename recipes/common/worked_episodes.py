@@ -23,7 +23,7 @@ from rlworker.data.encoding import encode_after
 from rlworker.data.rows import Row
 from rlworker.environments import Environment, Episode, Policy, Sample
 from rlworker.environments.codec import Codec, Stops, using_codec
-from rlworker.environments.policy import EpisodeLimits
+from rlworker.environments.policy import Endpoint, EpisodeLimits
 from rlworker.environments.record import CONTEXT, ToolCall
 
 Say = Callable[[Row, int], str]
@@ -60,6 +60,9 @@ class Teacher:
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any:
         return call(*args, **keywords)
+
+    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint:
+        raise ValueError("worked episodes: a teacher has no endpoint; let the environment await policy.sample")
 
 
 def work_episodes(environment: Environment, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:

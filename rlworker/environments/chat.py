@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from rlworker.data.encoding import decode_after
@@ -37,6 +38,7 @@ class Chat:
         messages: messages of the prompt.
         tools: JSON schemas, or functions with types and a docstring, as transformers takes them.
         end_token_ids: ids that each end a turn of the model; the template writes one of them too.
+        sampled: number of a message of the prompt -> the ids whose text it is, sampled in an earlier sequence.
 
     Raises:
         ValueError: a message has no role, or content that is neither text nor parts.
@@ -46,20 +48,25 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: Any, messages: Sequence[Mapping], tools: Sequence = (), end_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        messages: Sequence[Mapping],
+        tools: Sequence = (),
+        end_token_ids: Sequence[int] = (),
+        sampled: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ):
         self.tokenizer, self.tools, self.end_token_ids = tokenizer, tools, end_token_ids
         check_messages(messages, "Episode")
         self.messages = [dict(message) for message in messages]
-        self.text = self._render()
+        self.text = self._render(self.messages)
         self._turn: list[ChatPart] = []  # what was written since
-        self._sampled: list[tuple[int, ...]] = []
+        self._sampled = [(number, tuple(ids)) for number, ids in sorted(sampled.items())]  # of each, its message
 
     def note(self, part: ChatPart) -> None:
         """Record a part that was appended to the sequence: sampled ids, or text that is not a message."""
         self._turn.append(part)
         if not isinstance(part, str):
-            self._sampled.append(part)
+            self._sampled.append((len(self.messages), part))
 
     def add(self, messages: Sequence[Mapping]) -> Addition:
         """Add messages after the last sample, and return the parts to append, up to where the model continues.
@@ -70,20 +77,20 @@ class Chat:
         """
         check_messages(messages, "observe")
         content, end = self._read_turn()
-        if self._turn:
-            self.messages.append({"role": "assistant", "content": content})
-        self.messages += [dict(message) for message in messages]
-        before, self.text, self._turn = self.text + content, self._render(), []
-        remainder = _find_remainder(self.text, before)
+        turn = [{"role": "assistant", "content": content}] if self._turn else []
+        whole = [*self.messages, *turn, *(dict(message) for message in messages)]
+        text, before = self._render(whole), self.text + content
+        self.messages, self.text, self._turn = whole, text, []
+        remainder = _find_remainder(text, before)
         if remainder is None:
-            return Addition(tuple(self._reuse_sampled()), is_fork=True)
+            return Addition(self.cut(), is_fork=True)
         stripped = remainder.lstrip()
         if end and stripped.startswith(end):  # which was sampled already
             remainder = stripped[len(end) :]
         return Addition((remainder,))
 
-    def _render(self) -> str:
-        return render_messages(self.messages, self.tokenizer, self.tools)
+    def _render(self, messages: Sequence[Mapping]) -> str:
+        return render_messages(messages, self.tokenizer, self.tools)
 
     def _decode(self, ids: Sequence[int], within: bool = False) -> str:
         """Decode ids as a text of their own, or as they stand ``within`` one, with a space that begins them."""
@@ -99,18 +106,21 @@ class Chat:
         texts = [p if isinstance(p, str) else self._decode(p, within=place > 0) for place, p in enumerate(parts)]
         return "".join(texts), end
 
-    def _reuse_sampled(self) -> list[ChatPart]:
+    def cut(self) -> tuple[ChatPart, ...]:
         """Cut the whole text into parts, with the ids of sampled text that the template has left in it."""
-        parts, place = [], 0
-        for ids in self._sampled:
+        parts, place, start, last = [], 0, 0, -1
+        for number, ids in self._sampled:
+            if number != last:  # behind the messages before it, which may say the same
+                before, last = self._render(self.messages[:number]) if number else "", number
+                start = max(place, len(before) if self.text.startswith(before) else 0)
             while ids and (ids[-1] in self.end_token_ids or self._decode(ids[-1:], within=True).isspace()):
                 ids = ids[:-1]  # which the template writes itself, or trims
-            start = self._find_tail(ids, place)
-            if start < len(ids):
-                first, end = self._locate(ids[start:], place)
-                parts += [self.text[place:first], ids[start:]]
-                place = end
-        return [part for part in [*parts, self.text[place:]] if part]
+            cut = self._find_tail(ids, start)
+            if cut < len(ids):
+                first, end = self._locate(ids[cut:], start)
+                parts += [self.text[place:first], ids[cut:]]
+                place = start = end
+        return tuple(part for part in [*parts, self.text[place:]] if part)
 
     def _find_tail(self, ids: tuple[int, ...], place: int) -> int:
         """Find where the longest tail of sampled ids starts that stands in the text past a place.

@@ -6,6 +6,7 @@ goes through the tokenizer.
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +55,8 @@ class Episode:
 
     Attributes:
         row: the question.
+        logprobs: whether samples come with their logprobs, which takes as much memory again as their ids. An
+            environment may set it.
         turns: number of samples so far.
         forks: number of times that a new sequence was begun because the context was rewritten.
         sequences: the segments of each sequence; every fork begins a new sequence.
@@ -70,12 +73,9 @@ class Episode:
         tools: Sequence[Any] = (),
         tool_parser: str = "",
     ):
-        self.row, self.tools, self.tool_parser = row, tuple(map(_describe_tool, tools)), tool_parser
-        if tool_parser:
-            from engines.vllm.tools import check_tool_parser, check_tools
-
-            check_tool_parser(tool_parser)
-            check_tools(self.tools)
+        self.row = row
+        self.show_tools(tools, tool_parser)
+        self.logprobs = False
         self.turns = self.forks = 0
         self.answer = ""
         self.rewards: list[tuple[int, float]] = []
@@ -95,6 +95,23 @@ class Episode:
     def token_ids(self) -> list[int]:
         """Ids ``[T]`` of the last sequence."""
         return [int(token) for segment in self.sequences[-1] for token in segment.token_ids]
+
+    def show_tools(self, tools: Sequence[Any], tool_parser: str = "") -> None:
+        """Set the tools of prompts that are rendered from now on, and the parser of samples from now on.
+
+        Args:
+            tools, tool_parser: as the constructor takes them.
+
+        Raises:
+            ValueError: vLLM has no parser of that name, or a parser does not take the schema of a tool.
+        """
+        described = tuple(map(_describe_tool, tools))
+        if tool_parser:
+            from engines.vllm.tools import check_tool_parser, check_tools
+
+            check_tool_parser(tool_parser)
+            check_tools(described)
+        self.tools, self.tool_parser = described, tool_parser
 
     def observe(self, content: Content, images: Sequence[Any] = ()) -> None:
         """Append an observation of the environment: context for the next sample, which is never trained.
@@ -121,16 +138,28 @@ class Episode:
         self.forks += 1
         self._begin(codec.encode(addition.parts, [*before, *images]))
 
-    def fork(self, content: Content, images: Sequence[Any] = ()) -> None:
+    def fork(
+        self,
+        content: Content,
+        images: Sequence[Any] = (),
+        *,
+        sampled: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         """Begin a new sequence of this episode from a rewritten context, such as a summary of the one before.
 
-        Earlier samples stay trained, in the sequence where they were sampled.
+        Earlier samples stay trained, in the sequence where they were sampled. Before the first sample the context takes
+        the place of the prompt.
 
         Args:
             content, images: the whole new context, in the forms that ``observe`` takes.
+            sampled: number of a message (from 0) -> the ids whose text it is, which are kept and not encoded again.
         """
-        self.forks += 1
-        self._begin(self._encode_prompt(content, images))
+        segment = self._encode_prompt(content, images, sampled)
+        if self.turns:
+            self.forks += 1
+        else:
+            self.sequences.clear()
+        self._begin(segment)
 
     def reward(self, value: float) -> None:
         """Add a reward to the last sampled token. The reward of the episode is the sum of all calls.
@@ -158,7 +187,9 @@ class Episode:
         if self._chat:
             self._chat.note(tuple(token_ids.tolist()))
 
-    def _encode_prompt(self, content: Content, images: Sequence[Any]) -> Segment:
+    def _encode_prompt(
+        self, content: Content, images: Sequence[Any], sampled: Mapping[int, Sequence[int]] = MappingProxyType({})
+    ) -> Segment:
         """Encode the whole context that a sequence begins with."""
         codec, messages = get_codec(), list_messages(content)
         if self.tools and not messages:
@@ -166,8 +197,8 @@ class Episode:
                 "Episode: got tools and a prompt that is not a chat, but only a chat template shows tools to the "
                 "model; give the prompt as chat messages, or leave tools out"
             )
-        self._chat = self._make_chat(messages) if messages else None
-        segment = codec.encode((self._chat.text if self._chat else content,), images, is_plain=not messages)
+        self._chat = self._make_chat(messages, sampled) if messages else None
+        segment = codec.encode(self._chat.cut() if self._chat else (content,), images, is_plain=not messages)
         if not len(segment.token_ids):
             raise ValueError(
                 "Episode: the prompt is empty, expected at least one token, from which the first sample is predicted"
@@ -188,11 +219,13 @@ class Episode:
                 self._chat.note(get_codec().decode(ids) if segment.turn == CONTEXT else ids)
         return self._chat
 
-    def _make_chat(self, messages: Sequence[Mapping]) -> "Chat":
+    def _make_chat(
+        self, messages: Sequence[Mapping], sampled: Mapping[int, Sequence[int]] = MappingProxyType({})
+    ) -> "Chat":
         from rlworker.environments.chat import Chat
 
         codec = get_codec()
-        return Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids)
+        return Chat(codec.tokenizer, messages, self.tools, codec.stop_token_ids, sampled)
 
     @property
     def _last(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 from random import Random
@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rlworker.data.rows import Row
 from rlworker.environments.codec import Stops
 from rlworker.environments.episode import Episode
 from rlworker.environments.record import Sample
@@ -41,6 +42,19 @@ class EpisodeLimit(Exception):
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """An address of OpenAI's API at which an agent plays one episode; ``Policy.endpoint`` opens it.
+
+    Attributes:
+        base_url: the address, which a client takes as its base URL. Whoever knows it may play the episode.
+        episode: the episode that the agent's calls write. The environment rewards and returns it.
+    """
+
+    base_url: str
+    episode: Episode
+
+
+@dataclass(frozen=True)
 class EpisodeLimits:
     """Limits of one episode.
 
@@ -50,6 +64,7 @@ class EpisodeLimits:
         sample_tokens: most tokens of one sample.
         time_limit_s: most seconds of an environment, not counting its waits for samples and tools.
         tool_limit_s: most seconds of a tool call that sets no ``limit_s``.
+        drawing: settings by which the run samples, ``temperature`` and ``top_p``. No call may ask for others.
     """
 
     turns: int
@@ -57,6 +72,7 @@ class EpisodeLimits:
     sample_tokens: int
     time_limit_s: float
     tool_limit_s: float
+    drawing: Mapping[str, float] = field(default_factory=dict)
 
 
 class Host(Protocol):
@@ -69,6 +85,8 @@ class Host(Protocol):
     async def call_tool(
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any: ...
+
+    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint: ...
 
 
 class Policy:
@@ -119,6 +137,31 @@ class Policy:
                 f"the sequence has {len(episode)} tokens and may have {limits.tokens}; raise --environment.tokens"
             )
         return await self._host.sample(self, episode, int(min(most, room)), stop)
+
+    def endpoint(self, row: Row, *, tool_parser: str = "", host: str = "127.0.0.1") -> Endpoint:
+        """Open an address of OpenAI's API for this episode, which any client in any process of this node may call.
+
+        Every call samples a turn, as ``sample`` does. Its messages are compared with the episode's: what follows them
+        is observed, and a history that was rewritten begins a new sequence. The address is closed as the episode ends::
+
+            endpoint = policy.endpoint(row)
+            client = AsyncOpenAI(base_url=endpoint.base_url, api_key="-")
+            answer = await play(client, row.messages)
+            endpoint.episode.reward(float(answer == row.answer))
+            return endpoint.episode
+
+        A client that waits without ``await`` belongs in a thread, by ``asyncio.to_thread``, or in another process.
+
+        Args:
+            row: the question. Until the first call the episode is the row's prompt.
+            tool_parser: name of vLLM's parser for this model's tool calls, for calls with ``tools``.
+            host: address at which it listens. Loopback serves agents of this node; ``0.0.0.0`` serves those in
+                containers and on other machines too, and the base URL then has the node's own address.
+
+        Raises:
+            ValueError: the episode has an endpoint, vLLM has no parser of that name, or the node has no such address.
+        """
+        return self._host.open_endpoint(self, row, tool_parser, host)
 
     async def tool(
         self,

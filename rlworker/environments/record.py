@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -128,6 +128,9 @@ class Sample:
         finished: True where a stop token ended it; False where it was cut at its length limit.
         calls: the tool calls in it, where the episode names a ``tool_parser``.
         call_error: why the tool calls cannot be read, in which case ``calls`` is empty; empty where there is no error.
+        content: the text beside ``calls``; empty where there are none.
+        logprobs: ``[T]`` float32, log-probability of each id at the sampling temperature, where ``Episode.logprobs`` is
+            set; ``[0]`` where it was sampled greedily, else None.
     """
 
     text: str
@@ -135,12 +138,17 @@ class Sample:
     finished: bool
     calls: tuple[ToolCall, ...] = ()
     call_error: str = ""
+    content: str = ""
+    logprobs: np.ndarray | None = None
 
     @classmethod
-    def read(cls, completion: Completion, found: ToolCalls | None) -> Sample:
-        """Make a sample from a completion and the tool calls that a parser found in it."""
-        calls = tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls) if found else ()
-        return cls("", completion.token_ids, completion.finished, calls, found.error if found else "")
+    def read(cls, completion: Completion, found: ToolCalls | None, logprobs: bool = False) -> Sample:
+        """Make a sample from a completion, with its logprobs or without, and the tool calls that a parser found."""
+        sample = cls("", completion.token_ids, completion.finished, logprobs=completion.logprobs if logprobs else None)
+        if not found:
+            return sample
+        calls = tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls)
+        return replace(sample, calls=calls, call_error=found.error, content=found.content if calls else "")
 
 
 class Job(NamedTuple):
@@ -173,6 +181,7 @@ class Ask(NamedTuple):
         max_tokens: most tokens of the sample.
         stop_token_ids: ids that end the sample, in addition to those of the run.
         parser: name of the tool-call parser and schemas of the tools; None where the sample is not parsed.
+        logprobs: whether the sample comes with its logprobs.
     """
 
     number: int
@@ -181,6 +190,7 @@ class Ask(NamedTuple):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     parser: tuple[str, tuple] | None = None
+    logprobs: bool = False
 
 
 @dataclass

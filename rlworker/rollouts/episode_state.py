@@ -60,6 +60,7 @@ class EpisodeState:
         tools: number of a tool call -> its pickled outcome.
         context: ids that were added before the sample that is requested now.
         parser: name of the tool-call parser and schemas of the tools; None where samples are not parsed.
+        logprobs: whether samples are sent to the process with their logprobs.
         is_asked: whether a sample is requested from an engine and has not come.
         waits: whether the environment's process waits for a sample to be sent to it.
         losses: how many processes were lost while they ran this episode.
@@ -78,6 +79,7 @@ class EpisodeState:
     tools: dict[int, bytes] = field(default_factory=dict)
     context: Sequence[int] | np.ndarray = ()
     parser: tuple[str, tuple] | None = None
+    logprobs: bool = False
     is_asked: bool = False
     waits: bool = False
     losses: int = 0
@@ -99,7 +101,7 @@ class EpisodeState:
     def add_sample(self, completion: Completion, calls: ToolCalls | None) -> None:
         """Record the sample of a turn, and the tool calls that a parser found in it; None without a parser."""
         self.sequences[-1].append(Segment(completion.token_ids, len(self.samples), (), completion))
-        self.samples.append((self.context, Sample.read(completion, calls)))
+        self.samples.append((self.context, Sample.read(completion, calls, self.logprobs)))
         self.is_asked = False
 
     def end(self, **result: Any) -> None:
@@ -188,7 +190,7 @@ class EpisodeStates:
             if state.is_asked or state.told < len(state.samples):
                 continue  # it was begun anew: that sample is being drawn, or was meanwhile
             state.add_context(ask.context, ask.is_fork)
-            state.is_asked, state.parser = True, ask.parser
+            state.is_asked, state.parser, state.logprobs = True, ask.parser, ask.logprobs
             yield (state.batch.number, ask.number), state.make_request(ask.max_tokens, ask.stop_token_ids)
 
     def address(self, numbers: Iterable[int]) -> dict[int, Sample]:

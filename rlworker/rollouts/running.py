@@ -84,4 +84,5 @@ def set_limits(config: RunConfig) -> EpisodeLimits:
         config.rollout.max_new_tokens,
         environment.time_limit_s,
         environment.tool_limit_s,
+        {name: getattr(config.rollout, name) for name in ("temperature", "top_p")},
     )

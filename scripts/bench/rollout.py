@@ -13,15 +13,24 @@ them.
 
 With ``--model`` it measures something else, on that model: *shared*, where the samples of a prompt share its keys and
 values, and *alone*, where each computes its own (``--rollout.vllm enable_prefix_caching False``).
+
+With ``--calls`` it measures turns of 16 tokens against an engine that answers at once, in episodes of 16 turns with a
+history that grows, 64 at a time: *sampled* by ``policy.sample``, and *called* over HTTP by a client in another process.
+CPU-seconds are those of the process that runs the episodes, and in the second way serves the calls.
 """
 
+import asyncio
+import json
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +45,7 @@ from engines.batch.samples import Completion, Request, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM
+from recipes.common import addition
 from rlworker.checks.tiny_models import make_tiny_text
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -45,7 +55,10 @@ from rlworker.config.sections import DataConfig
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, one_turn
 from rlworker.environments.codec import Codec
+from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.pool import ProcessPool
+from rlworker.environments.processes.runner import EnvRunner
+from rlworker.environments.record import Job, Sample
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.running import running_loop, set_limits
 from rlworker.rollouts.trajectory import batch_groups
@@ -53,6 +66,7 @@ from rlworker.tracking.log import StepClock
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
+PARSER.add_argument("--calls", type=int, metavar="N", help="measure N calls of the endpoint, here")
 PARSER.add_argument("--model", type=Path, metavar="FOLDER", help="measure how samples of a prompt share it, here")
 OPTIONS = PARSER.parse_args()
 SIZES = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (2048, 1, 4), (256, 1, 16), (32, 8, 16))
@@ -60,6 +74,13 @@ SIZES = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (2048, 1, 4), (256, 1, 1
 STEPS = ((4, 2, 4),) if OPTIONS.tiny else ((256, 8, 4), (256, 8, 16))
 """As ``SIZES``, of steps whose samples are rewarded."""
 PROMPT_TOKENS, VOCAB, STREAM = 20, 1024, (7,)
+CALL_TURNS, CALL_TOKENS, CALL_EPISODES = 16, 16, 64
+ASK, ASK_AGAIN = ({"role": "user", "content": text} for text in ("What is 47*6+85, and why?", "Are you sure?"))
+"""Messages of a call: the question, and what follows each answer."""
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
 def poll(rollouts: Rollouts, requests: list[Request]) -> list[Completion]:
@@ -192,7 +213,88 @@ def draw(manager: RolloutManager) -> int:
     return batch_groups(manager.sample(StepClock(), 0)[0]).num_tokens
 
 
+async def sample_turns(policy, row: Row) -> Episode:
+    episode = Episode(row)
+    for turn in range(CALL_TURNS):
+        if turn:
+            episode.observe([ASK_AGAIN])
+        await policy.sample(episode, max_tokens=CALL_TOKENS)
+    return episode
+
+
+async def call_turns(url: str) -> None:
+    """Play an episode over one connection, as a client does that costs little."""
+    host, _, path = url.removeprefix("http://").partition("/")
+    reader, writer = await asyncio.open_connection(*host.split(":"))
+    messages = [ASK]
+    for _ in range(CALL_TURNS):
+        body = json.dumps({"model": "policy", "messages": messages, "max_tokens": CALL_TOKENS}).encode()
+        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        length = re.search(rb"content-length: (\d+)", await reader.readuntil(b"\r\n\r\n"))
+        assert length
+        reply = json.loads(await reader.readexactly(int(length[1])))
+        messages += [reply["choices"][0]["message"], ASK_AGAIN]
+    writer.close()
+
+
+def run_clients(urls: list[str]) -> None:
+    async def call_all() -> None:
+        await asyncio.gather(*map(call_turns, urls))
+
+    asyncio.run(call_all())
+
+
+def play_episodes(runner: EnvRunner, rows: list[Row], first: int, begin: Callable[[], None]) -> int:
+    """Run episodes whose samples come at once; ``begin`` is called before each round. The number of samples."""
+    jobs, samples, ended = [Job(first + i, row, (i,), (), {}, first + i, 1) for i, row in enumerate(rows)], {}, 0
+    ids, drawn = np.arange(20, 20 + CALL_TOKENS, dtype=np.int32), 0
+    while ended < len(rows):
+        reply, jobs = runner.advance(jobs, samples, 0.01), []
+        samples = {ask.number: Sample("", ids, False) for ask in reply.asks}
+        ended, drawn = ended + len(reply.results), drawn + len(samples)
+        begin()
+    return drawn
+
+
+def measure_calls(count: int) -> list[dict]:
+    """Measure turns that an environment samples, and turns that a client of another process calls for."""
+    tokenizer = addition.make_tokenizer(TEMPLATE)
+    text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+    row = Row(text, tuple(tokenizer(text)["input_ids"]), "", {}, (), (ASK,))
+    limits, urls, table = EpisodeLimits(CALL_TURNS, 10**6, CALL_TOKENS, 600.0, 600.0), [], []
+
+    async def serve(policy, row: Row) -> Episode:
+        endpoint = policy.endpoint(row)
+        urls.append(endpoint.base_url)
+        while endpoint.episode.turns < CALL_TURNS:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # until the last is answered
+        return endpoint.episode
+
+    def begin() -> None:
+        if len(urls) == CALL_EPISODES:
+            clients.submit(run_clients, [*urls])
+            urls.clear()
+
+    with ProcessPoolExecutor(1, get_context("spawn")) as clients:
+        for way, environment in {"sampled": sample_turns, "called": serve}.items():
+            runner, drawn = EnvRunner(environment, Codec(tokenizer, (tokenizer.eos_token_id,)), limits), 0
+            while drawn < count + CALL_EPISODES * CALL_TURNS:
+                if drawn == CALL_EPISODES * CALL_TURNS:  # what comes first loads modules
+                    start, cpu = time.perf_counter(), time.process_time()
+                drawn += play_episodes(runner, [row] * CALL_EPISODES, drawn, begin)
+            turns = drawn - CALL_EPISODES * CALL_TURNS
+            cost = {"CPU ms a turn": 1e3 * (time.process_time() - cpu) / turns}
+            table.append({"way": way, "turns": turns} | cost | {"turns a s": turns / (time.perf_counter() - start)})
+            print("  ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in table[-1].values()))
+            runner.close()
+    return table
+
+
 def main() -> None:
+    if OPTIONS.calls:
+        return write_figures(OPTIONS.json, measure_calls(OPTIONS.calls))
     if OPTIONS.model:
         with running_ray(2, DEFAULT_PLATFORM):
             return write_figures(OPTIONS.json, measure_sharing(OPTIONS.model))

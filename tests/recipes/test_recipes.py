@@ -25,6 +25,7 @@ RECIPES = {
     "grpo_gsm8k": (),
     "ppo_gsm8k": (),
     "dapo_math": (),
+    "agents.agent_openai": (),
     "distill": ("--algorithm.reference",),
     "sft": (),
     "images.grpo_geo3k": (),

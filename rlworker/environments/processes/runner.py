@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.episode import Episode, RewardError
-from rlworker.environments.policy import EpisodeLimit, EpisodeLimits, Policy, ToolFailure
+from rlworker.environments.policy import Endpoint, EpisodeLimit, EpisodeLimits, Policy, ToolFailure
 from rlworker.environments.processes.timing import (
     ReportFn,
     RunningEpisode,
@@ -26,6 +26,8 @@ from rlworker.environments.reward import Environment, GroupCall, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
 if TYPE_CHECKING:
+    from rlworker.data.rows import Row
+    from rlworker.environments.endpoint.server import EndpointServer
     from rlworker.environments.tools.runner import ToolRunner
 
 _TICK_S = 0.1
@@ -53,6 +55,7 @@ class EnvRunner:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._tools: ToolRunner | None = None
+        self._servers: dict[str, EndpointServer] = {}  # by the address at which each listens
         self._live: dict[int, RunningEpisode] = {}
         self._backlog: deque[RunningEpisode] = deque()  # which have not begun
         self._groups: dict[int, list[tuple[RunningEpisode, GroupCall]]] = {}
@@ -94,7 +97,11 @@ class EnvRunner:
         for running in self._live.values():
             if running.task:
                 running.task.cancel()
+            if running.conversation:
+                running.conversation.close()
         self._loop.run_until_complete(asyncio.sleep(0))
+        for server in self._servers.values():
+            server.close()
         if self._tools:
             self._tools.close()
         self._loop.close()
@@ -162,6 +169,8 @@ class EnvRunner:
     def _explain(self, running: RunningEpisode, error: BaseException) -> tuple[FailureKind, str]:
         if isinstance(error, Interrupt):
             return "blocked", f"held its process for {self.limits.time_limit_s:g} s, {error}"
+        if isinstance(error, Exception) and running.conversation and (limit := running.conversation.limit):
+            return "limit", f"{limit}; the agent was told so and ended by {describe_error(error, is_ours)}"
         kind = error.kind if isinstance(error, RewardError) else "raised"
         return "limit" if isinstance(error, EpisodeLimit) else kind, describe_error(error, is_ours)
 
@@ -182,6 +191,8 @@ class EnvRunner:
         """Note the result of an episode, which ends."""
         running.has_ended = True
         del self._live[running.number]
+        if running.conversation:
+            running.conversation.close()
         if not running.future:
             self._note_settled()
         episode = running.episode or (result if isinstance(result, Episode) else None)
@@ -221,7 +232,7 @@ class EnvRunner:
                 )
         else:
             parser = (episode.tool_parser, episode.tools) if episode.tool_parser else None
-            self._reply.asks.append(Ask(running.number, is_fork, context, max_tokens, stops, parser))
+            self._reply.asks.append(Ask(running.number, is_fork, context, max_tokens, stops, parser, episode.logprobs))
             sample = await self._wait(running)
         episode.add_sample(sample.token_ids)
         running.known_segments = len(episode.sequences), len(episode.sequences[-1])
@@ -268,6 +279,19 @@ class EnvRunner:
         except ToolFailure:
             running.tool_failures += 1
             raise
+
+    def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint:
+        """Carry out ``Policy.endpoint``."""
+        from rlworker.environments.endpoint.conversation import Conversation
+        from rlworker.environments.endpoint.server import EndpointServer
+
+        running = self._live[policy.number]
+        if running.conversation:
+            raise ValueError("endpoint: this episode has one; call policy.endpoint once and hand its base_url on")
+        if host not in self._servers:
+            self._servers[host] = EndpointServer(self._loop, host)
+        running.conversation = Conversation(running, Episode(row), tool_parser, self.limits)
+        return Endpoint(self._servers[host].open(running.conversation), running.conversation.episode)
 
     # -- time
 

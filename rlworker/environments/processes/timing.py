@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlworker.environments.episode import Episode
 from rlworker.environments.policy import Host, Policy
 from rlworker.environments.record import IDLE, Job, Sample, Segment
+
+if TYPE_CHECKING:  # most environments have no endpoint
+    from rlworker.environments.endpoint.conversation import Conversation
 
 _OURS = str(Path(__file__).parent.parent)
 
@@ -44,6 +47,7 @@ class RunningEpisode(Policy):
         used_s: seconds that count towards its time limit.
         left_at: time at which its last step ended, on the clock of ``StepTimer``.
         gave_up: whether it requested a sample and cancelled its wait.
+        conversation: the calls of its endpoint; None where it has none.
     """
 
     def __init__(self, host: Host, job: Job, samples: Iterable[tuple[int, Sample]]):
@@ -57,6 +61,7 @@ class RunningEpisode(Policy):
         self.has_ended = self.gave_up = False
         self.task: asyncio.Task | None = None
         self.coroutine: Any = None
+        self.conversation: Conversation | None = None
 
     @property
     def turn(self) -> int:

@@ -65,11 +65,16 @@ def test_a_misled_calculator_returns_what_has_nothing_to_do_with_the_call():
 
 
 @pytest.mark.large
-def test_it_runs_as_a_program(cluster, tmp_path):
+@pytest.mark.parametrize(
+    ("demo", "options"),
+    [("calculator", ()), ("calculator_openai", ()), ("calculator_openai", ("--rollout.staleness", "1"))],
+    ids=["in process", "by calls", "by calls, ahead"],
+)
+def test_it_runs_as_a_program(cluster, tmp_path, demo, options):
     """And the control beside it, which hands out the same rewards in another order."""
     from recipes.demos.calculator import DEFAULT
 
-    done = run_recipe("demos.calculator", "--smoke", "--run-dir", tmp_path / "run", "--shuffle-rewards")
+    done = run_recipe(f"demos.{demo}", "--smoke", "--run-dir", tmp_path / "run", "--shuffle-rewards", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     start, first, last = read_metrics(tmp_path / "run")
     assert "heldout" in start and "heldout" in last and first["samples"] == 32

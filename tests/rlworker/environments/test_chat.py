@@ -141,6 +141,19 @@ def test_messages_that_the_template_refuses_are_named():
         sequence.observe(RESULT)
 
 
+def test_sampled_ids_of_an_earlier_sequence_stand_behind_the_messages_before_them():
+    """Not where a question says the same: that is text, which is encoded in its own way."""
+    tokenizer = make_chat_tokenizer(QWEN2_5)
+    o, k, ok = (tokenizer.get_vocab()[token] for token in ("o", "k", "ok"))
+    said = [ASK, {"role": "assistant", "content": "ok"}, ASK, {"role": "assistant", "content": "ok"}, ASK]
+    chat = Chat(tokenizer, said, sampled={1: (o, k), 3: (k,)})
+    first, sampled, second, tail, third = chat.cut()
+    assert (sampled, tail) == ((o, k), (k,)) and first + "ok" + second + "k" + third == chat.text
+    assert first.endswith("1+1, ok?<|im_end|>\n<|im_start|>assistant\n")
+    assert second == "<|im_end|>\n<|im_start|>user\n1+1, ok?<|im_end|>\n<|im_start|>assistant\no"
+    assert tokenizer(first)["input_ids"].count(ok) == 1
+
+
 @pytest.mark.parametrize("content", [{"sum": 2}, ["2"], 2, b"2", None], ids=str)
 def test_content_that_is_no_text_is_refused(content):
     message = {"role": "tool", "content": content}

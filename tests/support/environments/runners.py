@@ -62,6 +62,7 @@ class LocalPool:
 
     Args:
         block_file: where environments are watched, as ``watch_runner`` takes it.
+        codec: of the environments; else one of plain text.
         lose: rounds (from 0), each until its episodes wait or have ended, after which each of them loses its first
             process, at no episode or at one.
     """
@@ -75,9 +76,10 @@ class LocalPool:
         limits: EpisodeLimits = LIMITS,
         lose: Mapping[int, int] | None = None,
         block_file: str = "",
+        codec: Codec | None = None,
     ):
-        self.environment = environment
-        self.make = lambda: EnvRunner(environment, make_codec(), limits)
+        self.environment, self.codec = environment, codec or make_codec()
+        self.make = lambda: EnvRunner(environment, codec or make_codec(), limits)
         self.runners = [self.make() for _ in range(workers)]
         self.lose, self.messages, self.fate = lose or {}, [], "died"
         self.replies, self.held, self.restarts, self.rounds = {}, set(), 0, 0
@@ -132,7 +134,8 @@ def make_loop(pool: LocalPool, engines: Any, default: float = 0.0) -> RolloutLoo
     from rlworker.rollouts.loop import RolloutLoop
     from rlworker.rollouts.turn_queue import TurnQueue
 
-    return RolloutLoop(pool.environment, cast(Any, pool), engines, TurnQueue(engines), make_codec(), default)
+    codec = getattr(pool, "codec", None) or make_codec()
+    return RolloutLoop(pool.environment, cast(Any, pool), engines, TurnQueue(engines), codec, default)
 
 
 def run_episodes(

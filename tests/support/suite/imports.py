@@ -46,7 +46,7 @@ def imported(path: Path, on_load: bool = False, types: bool = False) -> frozense
 
 def _is_later(node: ast.AST) -> bool:
     is_optional = isinstance(node, ast.With) and "ImportError" in names(node.items[0].context_expr)
-    return isinstance(node, ast.FunctionDef) or is_optional
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_optional
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Recipes whose episodes are played by agents that know nothing of training."""

@@ -1,0 +1,60 @@
+"""Play the tasks of a taskset of ``verifiers`` 0.4, whose harness calls the model by an endpoint.
+
+It asks for an older ``openai``, so it runs in a Python of its own: a program for each process of environments.
+"""
+
+import asyncio
+import json
+from asyncio.subprocess import PIPE
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlworker.data.rows import Row
+from rlworker.environments.episode import Episode
+from rlworker.environments.policy import Policy
+
+PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
+_running: dict[str, tuple[asyncio.subprocess.Process, dict[int, asyncio.Future]]] = {}
+
+
+@dataclass(frozen=True)
+class VerifiersEnvironment:
+    """Plays tasks of a taskset, by its harness and for its rewards.
+
+    Attributes:
+        python: the interpreter that has ``verifiers`` and the taskset.
+        settings: those of ``SingleAgentEnvConfig``, such as ``{"taskset": {"id": "gsm8k-v1"}}``.
+        tool_parser: name of vLLM's parser for the model's tool calls.
+    """
+
+    python: str
+    settings: dict[str, Any]
+    tool_parser: str = ""
+
+    async def __call__(self, policy: Policy, row: Row) -> Episode:
+        """Play the task whose number is the row's field ``index``."""
+        endpoint = policy.endpoint(row, tool_parser=self.tool_parser)
+        command = [self.python, "-P", PROGRAM, json.dumps(self.settings)]  # or the files beside it would hide packages
+        process, answers = _running.get(key := json.dumps(command), (None, {}))
+        if process is None or process.returncode is not None:
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 24)
+            _running[key] = process, (answers := {})
+            answers[-1] = asyncio.ensure_future(_hear(process, answers))  # kept, or it might be collected
+        assert process.stdin
+        answers[policy.number] = asyncio.get_running_loop().create_future()
+        asked = {"number": policy.number, "index": row.source["index"], "base_url": endpoint.base_url}
+        process.stdin.write(f"{json.dumps(asked)}\n".encode())
+        endpoint.episode.reward(await answers[policy.number])
+        return endpoint.episode
+
+
+async def _hear(process: asyncio.subprocess.Process, answers: dict[int, asyncio.Future]) -> None:
+    """Hand the program's answers on; where it ends, those that are missing fail."""
+    assert process.stdout
+    async for line in process.stdout:
+        told = json.loads(line)
+        if not (answer := answers.pop(told["number"])).done():
+            answer.set_exception(RuntimeError(told["error"])) if told["error"] else answer.set_result(told["reward"])
+    for number in [number for number in answers if number >= 0]:
+        answers.pop(number).set_exception(RuntimeError(f"verifiers: {PROGRAM} ended; environment.log shows the cause"))
