@@ -69,7 +69,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     if not config.model:
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, a folder with config.json")
     models = {}
-    for role, folder in config.models.items():
+    for role, folder in config.roles.items():
         folder = find_model(folder, files=["config.json"])
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
         config.actor.check_model(models[role])
@@ -141,7 +141,7 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
     """Plan a run.
 
     Args:
-        models: role -> model, for each role of ``config.models``; ``config.json`` alone suffices.
+        models: role -> model, for each role of ``config.roles``; ``config.json`` alone suffices.
     """
     batch = _describe_rl_batch(config) if isinstance(config, RunConfig) else _describe_supervised_batch(config)
     batch |= _describe_cut(config)

@@ -23,7 +23,7 @@ from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engines.batch.samples import Completion, Request
     from engines.vllm.tools import ToolCalls
@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 class Rollouts:
-    """The vLLM engines of a run. The constructor starts processes that import vLLM; ``start`` loads a model into them.
+    """vLLM engines of a run. The constructor starts processes that import vLLM; ``start`` loads a model into them.
 
     Leaving it as a context manager ends the processes.
 
@@ -47,7 +47,13 @@ class Rollouts:
         workers: Ray's handle of each engine.
         serving: handles of the engines that may sample; an engine that replaces a lost one is added once it has the
             weights.
+        worker_class: class of the workers. title: name of an engine in messages, before its number.
+        named: first arguments of a worker's constructor, after the platform.
     """
+
+    worker_class: type[RolloutWorker] = RolloutWorker
+    title = "rollout engine"
+    named: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -63,16 +69,16 @@ class Rollouts:
         self.workers = self._start_processes(range(engines))
         self.serving = list(self.workers)
 
-    def _start_processes(self, indices: Iterable[int]) -> list[ActorHandle]:
-        arguments: list[tuple] = [(index, self._devices) for index in indices]
+    def _start_processes(self, indices: Sequence[int]) -> list[ActorHandle]:
+        arguments: list[tuple] = [(*self.named, index, self._devices) for index in indices]
         if self._list_ranks:
-            device_slots = self._take_device_slots([index for index, _ in arguments], self._list_ranks())
+            device_slots = self._take_device_slots(indices, self._list_ranks())
             arguments = [(*each, device_slot) for each, device_slot in zip(arguments, device_slots, strict=True)]
             nodes = [device_slot.node for device_slot in device_slots]
-            workers = start_workers(RolloutWorker, self._platform, arguments, devices=0, nodes=nodes)
+            workers = start_workers(self.worker_class, self._platform, arguments, devices=0, nodes=nodes)
         else:
-            workers = start_workers(RolloutWorker, self._platform, arguments, self._devices)
-        watch_workers({_name_engine(index): worker for (index, *_), worker in zip(arguments, workers, strict=True)})
+            workers = start_workers(self.worker_class, self._platform, arguments, self._devices)
+        watch_workers({self._name(index): worker for index, worker in zip(indices, workers, strict=True)})
         for worker in workers:
             worker.prepare.remote()
         return workers
@@ -207,7 +213,7 @@ class Rollouts:
     def replace(self, lost: Sequence[int]) -> None:
         """Start new engines in place of those with the indices ``lost``, and send them the current weights."""
         assert self._note and self._send_weights, "replace_lost comes first"
-        old = {_name_engine(index): self.workers[index] for index in lost}
+        old = {self._name(index): self.workers[index] for index in lost}
         self._note(dict.fromkeys(old, UNREACHED) | find_lost(old))
         unwatch_workers(list(old.values()))
         end_workers(list(old.values()), keep=False)
@@ -221,7 +227,10 @@ class Rollouts:
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """Return Ray's handle of every engine by the name that messages use."""
-        return {_name_engine(index): worker for index, worker in enumerate(self.workers)}
+        return {self._name(index): worker for index, worker in enumerate(self.workers)}
+
+    def _name(self, index: int) -> str:
+        return f"{self.title} {index}"
 
     def __enter__(self) -> Rollouts:
         return self
@@ -230,10 +239,6 @@ class Rollouts:
         workers, self.workers = self.workers, []
         unwatch_workers(workers)
         end_workers(workers, keep=kind is None)
-
-
-def _name_engine(index: int) -> str:
-    return f"rollout engine {index}"
 
 
 def restore_requests(

@@ -1,4 +1,4 @@
-"""Run the episodes of one process side by side on one event loop, until each waits for a sample or has ended."""
+"""Run the episodes of one process side by side on one event loop, until each waits for the driver or has ended."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.episode import Episode, RewardError
-from rlworker.environments.policy import EpisodeLimit, EpisodeLimits, Policy, ToolFailure
+from rlworker.environments.policy import EpisodeLimit, EpisodeLimits, NoVerdict, Policy, ToolFailure
 from rlworker.environments.processes.timing import (
     ReportFn,
     RunningEpisode,
@@ -21,7 +22,7 @@ from rlworker.environments.processes.timing import (
     TimedCoroutine,
     is_ours,
 )
-from rlworker.environments.record import Ask, FailureKind, Job, Reply, Sample, digest_ids
+from rlworker.environments.record import Ask, FailureKind, Job, Question, Reply, Sample, Verdict, digest_ids
 from rlworker.environments.reward import Environment, GroupCall, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
@@ -57,17 +58,24 @@ class EnvRunner:
         self._backlog: deque[RunningEpisode] = deque()  # which have not begun
         self._groups: dict[int, list[tuple[RunningEpisode, GroupCall]]] = {}
         self._is_immediate = getattr(environment, "is_immediate", False)
-        self._active = 0  # live episodes that do not wait for a sample
+        self._active = 0  # live episodes that wait for neither a sample nor a verdict
         self._settled: asyncio.Future | None = None
         self._reply = Reply()
 
-    def advance(self, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> Reply:
-        """Run all episodes until each waits for a sample or has ended, or ``longest_s`` have passed.
+    def advance(
+        self,
+        jobs: Sequence[Job],
+        samples: Mapping[int, Sample],
+        longest_s: float | None,
+        verdicts: Mapping[int, Mapping[int, Verdict]] = MappingProxyType({}),
+    ) -> Reply:
+        """Run all episodes until each waits for a sample or a verdict or has ended, or ``longest_s`` have passed.
 
         Args:
             jobs: episodes to begin.
             samples: number of a waiting episode -> its sample. A sample for an episode that has ended is dropped.
             longest_s: seconds after which it replies although some episodes still run; None sets no limit.
+            verdicts: number of a waiting episode -> verdicts on its questions, by their numbers.
         """
         end = None if longest_s is None else time.monotonic() + longest_s
         whole = [sample for job in jobs for _, sample in job.samples] + [*samples.values()]
@@ -77,9 +85,10 @@ class EnvRunner:
             known = [(digest, decoded.popleft()) for digest, _ in job.samples]
             self._backlog.append(RunningEpisode(self, job, known))
         with using_codec(self.codec):
-            for number, sample in zip(samples, decoded, strict=True):
-                if number in self._live:
-                    self._hand_on(self._live[number], sample)
+            came = dict(zip(samples, decoded, strict=True))
+            for running in [self._live[number] for number in {**came, **verdicts} if number in self._live]:
+                self._active += running.awaits_driver
+                running.hand_on(came.get(running.number), verdicts.get(running.number, {}))
             if self._is_immediate:
                 self._run_immediately(end)
             else:
@@ -162,8 +171,9 @@ class EnvRunner:
     def _explain(self, running: RunningEpisode, error: BaseException) -> tuple[FailureKind, str]:
         if isinstance(error, Interrupt):
             return "blocked", f"held its process for {self.limits.time_limit_s:g} s, {error}"
-        kind = error.kind if isinstance(error, RewardError) else "raised"
-        return "limit" if isinstance(error, EpisodeLimit) else kind, describe_error(error, is_ours)
+        kinds: dict[type, FailureKind] = {EpisodeLimit: "limit", NoVerdict: "no_verdict"}
+        kind = error.kind if isinstance(error, RewardError) else kinds.get(type(error), "raised")
+        return kind, describe_error(error, is_ours)
 
     def _check_result(self, running: RunningEpisode, result: Any) -> tuple[FailureKind, str] | None:
         if not isinstance(result, Episode):
@@ -182,7 +192,7 @@ class EnvRunner:
         """Note the result of an episode, which ends."""
         running.has_ended = True
         del self._live[running.number]
-        if not running.future:
+        if not running.awaits_driver:
             self._note_settled()
         episode = running.episode or (result if isinstance(result, Episode) else None)
         if failure:
@@ -190,6 +200,7 @@ class EnvRunner:
         counts = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
         written = (
             {"rewards": tuple(episode.rewards), "forks": episode.forks, "answer": str(episode.answer)}
+            | {"parts": tuple(episode.parts.items())}
             if episode
             else {}
         )
@@ -228,9 +239,10 @@ class EnvRunner:
         return sample
 
     async def _wait(self, running: RunningEpisode) -> Sample:
+        if not running.awaits_driver:
+            self._note_settled()
         future = running.future = self._loop.create_future()
         running.waits += 1
-        self._note_settled()
         try:
             return await future
         except asyncio.CancelledError:
@@ -239,12 +251,23 @@ class EnvRunner:
         finally:
             running.waits -= 1
 
-    def _hand_on(self, running: RunningEpisode, sample: Sample) -> None:
-        assert running.future
-        future, running.future = running.future, None
-        self._active += 1
-        if not future.done():  # an environment may give up a task of its own that waits for it
-            future.set_result(sample)
+    async def ask_model(self, policy: Policy, model: str, content: Any) -> Verdict:
+        """Carry out ``Policy.judge`` and ``Policy.score``."""
+        running = self._live.get(policy.number)
+        if running is None or running is not policy:
+            raise RuntimeError("judge: this episode has ended; await all verdicts before you return")
+        call, running.asked = running.asked, running.asked + 1
+        if call in running.known_verdicts:
+            return running.known_verdicts.pop(call)
+        self._reply.questions.append(Question(running.number, call, model, content))
+        if not running.awaits_driver:
+            self._note_settled()
+        future = running.questions[call] = self._loop.create_future()
+        running.waits += 1
+        try:
+            return await future
+        finally:
+            running.waits -= 1
 
     async def call_tool(
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
@@ -295,13 +318,13 @@ class EnvRunner:
             self._settled = None
 
     def _note_settled(self) -> None:
-        """Note that an episode waits for a sample or has ended."""
+        """Note that an episode begins to wait for the driver or has ended."""
         self._active -= 1
         if not self._active and self._settled and not self._settled.done():
             self._settled.set_result(None)
 
     def _tick(self) -> None:
-        """End episodes that await for too long something that is neither a sample nor a tool."""
+        """End episodes that await for too long something that is neither a sample, a tool nor a verdict."""
         self.timer.turn_idle()
         for running in list(self._live.values()):
             if running.task and running.task.done():  # it was interrupted between two lines of ours
