@@ -1,5 +1,6 @@
 """Settings of models that a run serves beside the policy and never trains: judges and classifiers."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,12 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from engines.config.judge_form import JudgeForm
-from engines.models.hf_folder import list_model_files
 from engines.models.hub import find_here
 from engines.models.spec import ModelSpec
 from engines.validation import FINITE, check_types, read_object
 
-_TASKS = {"ForSequenceClassification": "classify", "ForTokenClassification": "token_classify"}
+Task = Literal["classify", "token_classify"]
+_TASKS: dict[str, Task] = {"ForSequenceClassification": "classify", "ForTokenClassification": "token_classify"}
 """Ending of transformers' class of a classifier -> vLLM's pooling task."""
 
 
@@ -72,18 +73,13 @@ class ClassifierSpec:
     Attributes:
         folder: the HuggingFace folder. task: vLLM's pooling task.
         place: number of the label whose logit is the score.
-        vocab: number of tokens. max_positions: most tokens of a sequence.
-        layers, kv_heads, head_dim: sizes of the KV cache.
+        max_positions: most tokens of a sequence.
     """
 
     folder: str
-    task: Literal["classify", "token_classify"]
+    task: Task
     place: int
-    vocab: int
     max_positions: int
-    layers: int
-    kv_heads: int
-    head_dim: int
 
     @classmethod
     def from_folder(cls, folder: str, name: str, config: ServedModelConfig) -> "ClassifierSpec":
@@ -99,7 +95,7 @@ class ClassifierSpec:
             )
         found = read_object(path)
         architecture = str(next(iter(found.get("architectures") or ()), ""))
-        task = next((task for ending, task in _TASKS.items() if architecture.endswith(ending)), None)
+        task: Task | None = next((task for ending, task in _TASKS.items() if architecture.endswith(ending)), None)
         if not task:
             raise ValueError(
                 f"{section}: {str(path)!r} has the architecture {architecture!r}, expected one that ends in "
@@ -117,17 +113,21 @@ class ClassifierSpec:
                 f"{section}: label={config.label!r} is none of the classifier's labels, {', '.join(places)}; change "
                 f"--{section}.label"
             )
-        heads = found["num_attention_heads"]
-        for what, size in {"attention heads": heads, "ffn size": found["intermediate_size"]}.items():
+        sizes = {"attention heads": "num_attention_heads", "ffn size": "intermediate_size"}
+        for what, size in {what: found[key] for what, key in sizes.items() if key in found}.items():
             if size % config.tp:
                 raise ValueError(
                     f"{section}: tp={config.tp} does not divide the model's {size} {what}; lower --{section}.tp"
                 )
-        list_model_files(str(path.parent))
-        head_dim = found.get("head_dim") or found["hidden_size"] // heads
-        sizes = found["vocab_size"], found["max_position_embeddings"], found["num_hidden_layers"]
         place = places[config.label] if config.label else 0
-        return cls(str(path.parent), task, place, *sizes, found.get("num_key_value_heads") or heads, head_dim)
+        return cls(str(path.parent), task, place, found["max_position_embeddings"])
+
+    def count_weights(self) -> int:
+        """Count the numbers of its weights: by its config.json where its family is known, else by the bytes of its
+        files as float32."""
+        with suppress(ValueError):
+            return ModelSpec.from_folder(self.folder).count_weights()
+        return sum(path.stat().st_size for path in Path(self.folder).glob("*.safetensors")) // 4
 
     def move_here(self) -> "ClassifierSpec":
         """Return the same classifier in the folder that has it on this machine, as ``ModelSpec.move_here``."""
@@ -147,3 +147,14 @@ class ServedModel:
     config: ServedModelConfig
     spec: ModelSpec | ClassifierSpec
     form: JudgeForm | None = None
+
+
+def read_shape(folder: str, name: str, config: ServedModelConfig) -> ModelSpec | ClassifierSpec:
+    """Read the shape of the served model called ``name`` from its folder's config.json.
+
+    Raises:
+        ValueError: as of ``ModelSpec.from_folder`` for a judge, or of ``ClassifierSpec.from_folder``.
+    """
+    if config.kind == "classifier":
+        return ClassifierSpec.from_folder(folder, name, config)
+    return ModelSpec.from_folder(folder)

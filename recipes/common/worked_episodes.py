@@ -24,7 +24,7 @@ from rlworker.data.rows import Row
 from rlworker.environments import Environment, Episode, Policy, Sample
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.policy import EpisodeLimits
-from rlworker.environments.record import CONTEXT, ToolCall
+from rlworker.environments.record import CONTEXT, ToolCall, Verdict
 
 Say = Callable[[Row, int], str]
 """``say(row, turn)``: what a model that knows the answer says in a turn, from 0."""
@@ -60,6 +60,9 @@ class Teacher:
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
     ) -> Any:
         return call(*args, **keywords)
+
+    async def ask_model(self, policy: Policy, model: str, content: Any) -> Verdict:
+        return Verdict(error="worked episodes ask no model")
 
 
 def work_episodes(environment: Environment, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:

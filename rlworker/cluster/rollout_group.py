@@ -6,7 +6,7 @@ The module does not import torch at its top, so that the processes can start whi
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 from ray.actor import ActorHandle
@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from engines.batch.balance import balance_costs
 from engines.batch.samples import make_seed
 from engines.config import VllmConfig
+from engines.config.served import ServedModel
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.process_state import UNREACHED, is_lost
@@ -94,8 +95,8 @@ class Rollouts:
             self._device_slots[index] = choose_device_slot(index, device_slots, self._device_slots.values())
         return [self._device_slots[index] for index in indices]
 
-    def start(self, model: ModelSpec, config: VllmConfig) -> Rollouts:
-        """Begin to load a model; call ``wait`` for the end."""
+    def start(self, model: ModelSpec | ServedModel, config: VllmConfig) -> Rollouts:
+        """Begin to load a model, of whichever kind the workers take; call ``wait`` for the end."""
         self._model = model, config
         self._started = [worker.start.remote(model, config) for worker in self.workers]
         return self
@@ -232,7 +233,7 @@ class Rollouts:
     def _name(self, index: int) -> str:
         return f"{self.title} {index}"
 
-    def __enter__(self) -> Rollouts:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, *_) -> None:

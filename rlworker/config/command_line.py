@@ -38,8 +38,7 @@ def parse_config(
         SystemExit: help was asked for, or the command line is wrong; the message names the option and a remedy.
     """
     args, switches = sys.argv[1:] if args is None else args, _map_switches(default)
-    if isinstance(default, RunConfig):
-        default = _name_models(default, args)
+    default = _add_models(default, args)
     own = {*(option("config", key) for key in flatten_config(default)), *switches.values()}
     if unknown := _list_unknown(args, own):
         from rlworker.config.help.other_names import refuse_other_names
@@ -58,12 +57,14 @@ def parse_config(
     return parse(type(default), default=default, args=args)
 
 
-def _name_models(default: RunConfig, args: Sequence[str]) -> RunConfig:
+def _add_models(default: Config, args: Sequence[str]) -> Config:
     """Add the served models that a command line names, as in ``--models.NAME.model``, to those of a recipe.
 
     Raises:
         SystemExit: a name has other characters, or a key is none of a served model.
     """
+    if not isinstance(default, RunConfig):
+        return default
     names, keys = [], [option("config", each.name)[2:] for each in fields(ServedModelConfig)]
     for word in (word.partition("=")[0] for word in args if word.startswith("--models.")):
         match = re.fullmatch(r"--models\.([A-Za-z0-9_]+)\.([\w-]+)", word)

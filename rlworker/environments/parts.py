@@ -73,8 +73,9 @@ def combine_parts(
     """Make an environment of one turn whose reward is a weighted sum of numbers.
 
     Its parts are reward functions, and the served models of the run, each with its ``weight``. A judge is asked with
-    the fields ``question`` (the row's last message or text), ``answer``, ``text`` (the sample) and ``row``; a classifier with the
-    chat. The mean of each part is the metric ``reward_NAME_mean``. A part without a number fails the episode.
+    the fields ``question`` (the row's last message or text), ``answer``, ``text`` (the sample) and ``row``; a
+    classifier with the chat. The mean of each part is the metric ``reward_NAME_mean``. A part without a number fails
+    the episode.
 
     Args:
         functions: name -> ``reward(text, row)``. models: ``config.models``.

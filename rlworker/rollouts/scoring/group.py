@@ -7,7 +7,8 @@ from typing import Any
 
 from engines.config import VllmConfig
 from engines.config.judge_form import JudgeForm
-from engines.config.served import ClassifierSpec, ServedModel
+from engines.config.served import ServedModel, read_shape
+from engines.models.hf_folder import list_model_files
 from engines.models.hub import FindModel
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot
@@ -74,14 +75,13 @@ def check_served(config: RunConfig, find: FindModel) -> dict[str, ServedModel]:
         own.check(name)
         try:
             folder = find(own.model)
+            spec = read_shape(folder, name, own)
+            list_model_files(folder)
             load_tokenizer(folder)
-            if own.kind == "classifier":
-                served[name] = ServedModel(name, own, ClassifierSpec.from_folder(folder, name, own))
-                continue
-            spec = ModelSpec.from_folder(folder)
-            served[name] = ServedModel(name, own, spec, JudgeForm.read(own.template))
-            check_folder(spec)
-            check_rollout(spec, config.platform, make_engine_config(served[name], config))
+            served[name] = ServedModel(name, own, spec, JudgeForm.read(own.template) if own.template else None)
+            if isinstance(spec, ModelSpec):
+                check_folder(spec)
+                check_rollout(spec, config.platform, make_engine_config(served[name], config))
         except ValueError as error:
             text = str(error)
             raise ValueError(text if text.startswith("models.") else f"models.{name}: {text}") from None
