@@ -27,8 +27,8 @@ class JudgeForm:
         system: Jinja template of a system message; empty for none.
         range: lowest and highest score.
         options: text of each option -> its value from 0 to 1. The verdict is the mean over the options' probabilities.
-        rubric: criteria, each with its ``text`` and ``weight``. Each is a question of its own, and the verdict is
-            their weighted mean. Empty asks once.
+        rubric: text of each criterion -> its weight. Each is a question of its own, and the verdict is their weighted
+            mean. Empty asks once.
         max_tokens: most tokens of an answer. temperature: 0 is greedy.
     """
 
@@ -37,7 +37,7 @@ class JudgeForm:
     system: str = ""
     range: tuple[float, ...] = (0.0, 10.0)
     options: dict[str, float] = field(default_factory=dict)
-    rubric: tuple[tuple[str, float], ...] = ()
+    rubric: dict[str, float] = field(default_factory=dict)
     max_tokens: int = 256
     temperature: float = 0.0
 
@@ -57,12 +57,7 @@ class JudgeForm:
             raise ValueError(f"{file}: {unknown[0]!r} is no key of a judge; take one of {', '.join(names)}")
         if lacking := [name for name in ("verdict", "prompt") if name not in found]:
             raise ValueError(f"{file}: has no {lacking[0]}; a judge needs verdict and prompt")
-        criteria = found.get("rubric", [])
-        if not all(isinstance(each, dict) and {"text"} <= each.keys() <= {"text", "weight"} for each in criteria):
-            raise ValueError(f"{file}: rubric must be tables [[rubric]] with text and, if not 1, weight")
-        found["rubric"] = tuple((each["text"], each.get("weight", 1.0)) for each in criteria)
-        found["range"] = tuple(found.get("range", cls.range))
-        form = cls(**found)
+        form = cls(**found | {"range": tuple(found.get("range", cls.range))})
         form._check(file)
         return form
 
@@ -79,8 +74,8 @@ class JudgeForm:
             raise ValueError(f"{file}: options belong to verdict='choice', such as options = {{good = 1, bad = 0}}")
         if wrong := {text: value for text, value in self.options.items() if not 0 <= value <= 1}:
             raise ValueError(f"{file}: options has {wrong}, expected values from 0 to 1")
-        if not all(weight > 0 for _, weight in self.rubric):
-            raise ValueError(f"{file}: rubric has weights {[weight for _, weight in self.rubric]}, expected above 0")
+        if not all(weight > 0 for weight in self.rubric.values()):
+            raise ValueError(f"{file}: rubric has weights {[*self.rubric.values()]}, expected numbers above 0")
         if self.max_tokens < 1 or not 0 <= self.temperature <= 2:
             raise ValueError(
                 f"{file}: max_tokens={self.max_tokens} and temperature={self.temperature}, expected 1 or more tokens "
@@ -95,7 +90,7 @@ class JudgeForm:
     @property
     def criteria(self) -> tuple[tuple[str, float], ...]:
         """Text and weight of each criterion; one without a text where there is no rubric."""
-        return self.rubric or (("", 1.0),)
+        return tuple(self.rubric.items()) or (("", 1.0),)
 
     def render(self, fields: Mapping[str, Any], criterion: str) -> list[dict[str, str]]:
         """Write the chat messages of a question on one criterion.
