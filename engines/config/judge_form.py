@@ -17,7 +17,7 @@ _WORD = re.compile(r"\b(yes|true|no|false)\b", re.I)
 
 @dataclass(frozen=True)
 class JudgeForm:
-    """What a judge is asked, and how its verdict is read. A verdict is a number from 0 to 1.
+    """The prompt of a judge, and the form of its verdict, which is a number from 0 to 1.
 
     Attributes:
         verdict: ``score``: the last number of the answer, which ``range`` maps to 0 and 1. ``boolean``: the last yes,
@@ -86,6 +86,11 @@ class JudgeForm:
                 _compile(text)
         except TemplateSyntaxError as error:
             raise ValueError(f"{file}: the template is wrong in its line {error.lineno}: {error.message}") from None
+
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens that are sampled of an answer; none of a choice, of which vLLM still counts one."""
+        return 1 if self.verdict == "choice" else self.max_tokens
 
     @property
     def criteria(self) -> tuple[tuple[str, float], ...]:

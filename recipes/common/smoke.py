@@ -100,6 +100,10 @@ def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
         algorithm=algorithm,
         critic=replace(config.critic, model="", warmup_steps=min(1, config.critic.warmup_steps)),
         environment=replace(config.environment, workers=1),
+        models={
+            name: replace(each, model=_make_tiny_model(config, name, config.seed + 2), engines=1, tp=1)
+            for name, each in config.models.items()
+        },
         placement=replace(config.placement, dedicated_devices=()),
         prompts_per_step=8,
         samples_per_prompt=min(4, config.samples_per_prompt),

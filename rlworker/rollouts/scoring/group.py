@@ -55,7 +55,7 @@ def make_engine_config(model: ServedModel, config: RunConfig) -> VllmConfig:
     """Make the settings of a served model's engines from its own and from those of the rollouts."""
     own, rollout = model.config, config.rollout
     longest = min(own.max_model_len, model.spec.max_positions)
-    answer = min(model.form.max_tokens if model.form else 1, longest - 1)
+    answer = model.form.answer_tokens if model.form else 1
     sizes: dict[str, Any] = dict(engines=own.engines, tp=own.tp, max_model_len=longest, max_new_tokens=answer)
     shared: dict[str, Any] = {name: getattr(rollout, name) for name in ("max_num_seqs", "kv_cache_mb", "dtype")}
     return VllmConfig(**sizes, **shared)
@@ -79,6 +79,12 @@ def check_served(config: RunConfig, find: FindModel) -> dict[str, ServedModel]:
             list_model_files(folder)
             load_tokenizer(folder)
             served[name] = ServedModel(name, own, spec, JudgeForm.read(own.template) if own.template else None)
+            form, longest = served[name].form, min(own.max_model_len, spec.max_positions)
+            if form and form.answer_tokens >= longest:
+                raise ValueError(
+                    f"max_tokens={form.max_tokens} of {own.template} leaves no room for a question in {longest} "
+                    f"tokens; lower it, or raise --models.{name}.max-model-len"
+                )
             if isinstance(spec, ModelSpec):
                 check_folder(spec)
                 check_rollout(spec, config.platform, make_engine_config(served[name], config))
