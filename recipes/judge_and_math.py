@@ -1,4 +1,4 @@
-"""GRPO on the questions of GSM8K with a reward of two parts: the answer checked as mathematics, and a judge of the steps.
+"""GRPO on the questions of GSM8K with a reward of two parts: a checked answer, and a judge of the steps.
 
     python -m recipes.judge_and_math --model FOLDER --models.judge.model JUDGE
     python -m recipes.judge_and_math --model FOLDER --models.judge.model JUDGE --models.judge.weight 0

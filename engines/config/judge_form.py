@@ -57,7 +57,10 @@ class JudgeForm:
             raise ValueError(f"{file}: {unknown[0]!r} is no key of a judge; take one of {', '.join(names)}")
         if lacking := [name for name in ("verdict", "prompt") if name not in found]:
             raise ValueError(f"{file}: has no {lacking[0]}; a judge needs verdict and prompt")
-        form = cls(**found | {"range": tuple(found.get("range", cls.range))})
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in found.items()
+        }
+        form = cls(**values)
         form._check(file)
         return form
 

@@ -140,7 +140,7 @@ def start_nothing() -> list:
 
 
 def name_generally(name: str) -> str:
-    """Name a metric as the page does: of any part of the prompts or the reward, any held-out set, any number of samples."""
+    """Name a metric as the page does: of any part of the prompts or the reward, any held-out set, any samples."""
     name = re.sub("^(reward|verdicts|unreadable)_judge", r"\1_NAME", name)
     name = re.sub("^curriculum/[^/]+/", "curriculum/PART/", re.sub("^heldout/hard", "heldout", name))
     return re.sub(r"(pass|maj)_at_\d+$", r"\1_at_k", re.sub(r"mean_at_\d+$", "mean_at_n", name))

@@ -15,6 +15,7 @@ from recipes.common.addition import make_data, make_tokenizer
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig, EnvironmentConfig, RecoveryConfig
 from rlworker.environments import combine_parts
+from rlworker.tracking.log import name_samples
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 LIMIT = 1e-5
@@ -239,7 +240,7 @@ def test_a_run_learns_from_its_parts(finished):
         assert line["reward"] == pytest.approx(mean, abs=1e-6) and line["reward_std"] > 0
         assert line["verdicts_judge"] == line["verdicts_reward"] == 1 and line["unreadable_judge"] == 0
         assert line["episode_failures"] == 0
-    sample = json.loads((folder / "rollouts" / "step_3.jsonl").read_text().splitlines()[0])
+    sample = json.loads(name_samples(folder, 3).read_text().splitlines()[0])
     assert sample["parts"].keys() == {"digits", "reward", "judge"}
     assert {(one["model"], bool(one["text"])) for one in sample["verdicts"]} == {("reward", False), ("judge", True)}
 
