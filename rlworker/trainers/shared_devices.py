@@ -62,6 +62,7 @@ class SharedDevices:
         self.groups: dict[str, WorkerGroup] = {}
         self._rollouts: Rollouts | None = None
         self._occupancy: Occupancy | None = None
+        self._served: list[Rollouts] = []
 
     def begin(self, rollouts: Rollouts) -> None:
         """Share devices from now on. The rollout engines have the devices first, while they start."""
@@ -75,6 +76,8 @@ class SharedDevices:
         if phase == "restart":  # new trainers hold everything as they start
             self._occupancy = None
             self._rollouts.call_alive(RolloutWorker.sleep, _LEARNING.level)
+            for group in self._served:
+                group.call_alive(RolloutWorker.sleep, 1)
         elif (occupancy := PHASES.get(phase)) and occupancy != self._occupancy:
             self._move(occupancy)
 
@@ -108,6 +111,7 @@ class SharedDevices:
             group.begin().wait()
             group.call(RolloutWorker.sleep, 1)
             self._rollouts.call(RolloutWorker.wake, _SAMPLING.engines)
+            self._served.append(group)
         else:
             group.wait()
 

@@ -67,8 +67,8 @@ class QuestionQueue:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all questions; answers that are on their way are ignored."""
-        self._lent.close()
+        """Forget all questions; answers that are on their way are ignored, and whoever goes back gives out devices."""
+        self._lent.pop_all()
         self._held: dict[str, dict[Key, Any]] = {name: {} for name in self.groups}
         self._asked: dict[Key, list[tuple[int, int]]] = {}
         self._known: dict[Key, Verdict] = {}

@@ -218,3 +218,29 @@ def test_settings_that_do_not_fit_are_refused(settings, named):
     with pytest.raises(ValueError) as error:
         ServedModelConfig(**settings).check("one")
     assert str(error.value).startswith("models.one: ") and named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"weight": 2.0, "tp": 2, "engines": 3}, ""),
+        ({"label": "good"}, "models.one.label was '', is 'good'"),
+        ({"model": "B"}, "models.one.model was 'A', is 'B'"),
+    ],
+)
+def test_a_resumed_run_keeps_what_decides_verdicts(tmp_path, changes, refused):
+    from dataclasses import asdict, replace
+
+    from rlworker.config.changes import read_changes
+
+    config = RunConfig(models={"one": ServedModelConfig("A", "classifier")})
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
+    changed = replace(config, models={"one": replace(config.models["one"], **changes)})
+    if not refused:
+        assert read_changes(tmp_path, changed).keys() == {f"models.one.{name}" for name in changes}
+        return
+    with pytest.raises(ValueError) as error:
+        read_changes(tmp_path, changed)
+    assert refused in str(error.value)
+    if "model" in changes:
+        assert read_changes(tmp_path, changed, {"models.one.model"}), "a folder of the same digests may be moved"
