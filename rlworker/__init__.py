@@ -11,6 +11,7 @@
 - ``RunConfig``, ``SftConfig`` and their sections: the settings; ``parse_config`` reads them from the command line.
 - ``Row``, ``TrainBatch``: what rewards and advantages are given.
 - ``Episode``, ``Policy``, ``answer_calls``, ``ToolFailure``: to write an environment; ``Environment`` is its type.
+- ``combine_parts``, ``Verdict``, ``NoVerdict``: rewards by models, which ``ServedModelConfig`` names.
 - ``Scorer``, ``batch_reward``, ``exact_match``, ``one_turn``: reward functions, and the one-turn environment of one.
 - ``advantages``, ``losses``: modules of plain functions to choose from and to write beside.
 - ``keeping_workers``: processes that go on from run to run, for a sweep.
@@ -29,7 +30,7 @@ import hardware
 # ruff: noqa: F401  the names under TYPE_CHECKING are for editors and for checkers of types
 if TYPE_CHECKING:
     from engines.batch.batch import TrainBatch
-    from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+    from engines.config import MegatronConfig, OptimizerConfig, ServedModelConfig, VllmConfig
     from rlworker.algorithms import advantages, losses
     from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.config.algorithm import AlgorithmConfig, DistillConfig
@@ -50,10 +51,13 @@ if TYPE_CHECKING:
     from rlworker.environments import (
         Environment,
         Episode,
+        NoVerdict,
         Policy,
         Scorer,
         ToolFailure,
+        Verdict,
         batch_reward,
+        combine_parts,
         exact_match,
         one_turn,
     )
@@ -66,7 +70,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "engines.batch.batch": ("TrainBatch",),
-    "engines.config": ("MegatronConfig", "OptimizerConfig", "VllmConfig"),
+    "engines.config": ("MegatronConfig", "OptimizerConfig", "ServedModelConfig", "VllmConfig"),
     "rlworker.cluster.worker_pool": ("keeping_workers",),
     "rlworker.config.algorithm": ("AlgorithmConfig", "DistillConfig"),
     "rlworker.config.command_line": ("parse_config",),
@@ -86,10 +90,13 @@ _HOMES = {
     "rlworker.environments": (
         "Environment",
         "Episode",
+        "NoVerdict",
         "Policy",
         "Scorer",
         "ToolFailure",
+        "Verdict",
         "batch_reward",
+        "combine_parts",
         "exact_match",
         "one_turn",
     ),

@@ -109,6 +109,9 @@ def write_tables(config: Any, section: str, left_out: set[str]) -> Iterator[str]
         if is_dataclass(value):
             inner.append((f"{section}.{name}".lstrip("."), value))
             continue
+        if get_origin(kinds[name]) is dict and is_dataclass(make := get_args(kinds[name])[1]):
+            inner.append((f"{name}.NAME", make()))
+            continue
         spelled, doc = option(section or "config", name), find_doc(type(config), name)
         cells = (f"`{spelled}`", spell_type(kinds[name]), spell_default(value), doc.replace("|", r"\|"))
         rows.append("| " + " | ".join(cells) + " |")

@@ -102,6 +102,10 @@ def shrink_recipe(config: RecipeConfig) -> RecipeConfig:
         environment=replace(
             config.environment, workers=1, tokens=min(config.environment.tokens, rollout.max_model_len)
         ),
+        models={
+            name: replace(each, model=_make_tiny_model(config, name, config.seed + 2), engines=1, tp=1)
+            for name, each in config.models.items()
+        },
         placement=replace(config.placement, dedicated_devices=()),
         prompts_per_step=8,
         samples_per_prompt=min(4, config.samples_per_prompt),

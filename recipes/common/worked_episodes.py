@@ -24,7 +24,7 @@ from rlworker.data.rows import Row
 from rlworker.environments import Environment, Episode, Policy, Sample
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.policy import Endpoint, EpisodeLimits
-from rlworker.environments.record import CONTEXT, ToolCall
+from rlworker.environments.record import CONTEXT, ToolCall, Verdict
 
 Say = Callable[[Row, int], str]
 """``say(row, turn)``: what a model that knows the answer says in a turn, from 0."""
@@ -63,6 +63,9 @@ class Teacher:
 
     def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint:
         raise ValueError("worked episodes: a teacher has no endpoint; let the environment await policy.sample")
+
+    async def ask_model(self, policy: Policy, model: str, content: Any) -> Verdict:
+        return Verdict(error="worked episodes ask no model")
 
 
 def work_episodes(environment: Environment, say: Say, rows: Sequence[Row], codec: Codec) -> list[Episode]:

@@ -7,13 +7,14 @@ import traceback
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import numpy as np
 
 from engines.batch.beginnings import choose_sharing, group_prompts
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
+from engines.config.served import read_shape
 from engines.megatron.memory.activations import count_copied_slots
 from engines.megatron.memory.estimate import estimate_padding
 from engines.models.hub import find_model
@@ -23,6 +24,7 @@ from rlworker.config.command_line import parse_config
 from rlworker.config.memory import (
     GB,
     Need,
+    Served,
     count_row_slots,
     count_share,
     judge_machine,
@@ -69,16 +71,20 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     if not config.model:
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, a folder with config.json")
     models = {}
-    for role, folder in config.models.items():
+    for role, folder in config.roles.items():
         folder = find_model(folder, files=["config.json"])
         models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
         config.actor.check_model(models[role])
     config.actor.check_spread(models["actor"])
     if isinstance(config, RunConfig):
         config.rollout.check_cut(models["actor"])
-    plan = make_plan(config, models)
+    served = {}
+    for name, own in config.models.items() if isinstance(config, RunConfig) else ():
+        own.check(name)
+        served[name] = read_shape(find_model(own.model, files=["config.json"]), name, own)
+    plan = make_plan(config, models, served)
     plan = replace(plan, batch=plan.batch | _describe_sharing(config, models["actor"]))
-    text, fits = _judge(config, models, plan, memory_gb)
+    text, fits = _judge(config, models, served, plan, memory_gb)
     return f"{describe_plan(plan)}\n{text}", fits
 
 
@@ -124,9 +130,11 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _judge(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: float) -> tuple[str, bool]:
+def _judge(
+    config: Config, models: dict[str, ModelSpec], served: Served, plan: Plan, memory_gb: float
+) -> tuple[str, bool]:
     if not memory_gb:
-        return judge_machine(config, models)
+        return judge_machine(config, models, served)
     if not (large := list_misfits(plan, memory_gb)):
         return f"Every process fits into {memory_gb:g} GB", True
     text = "; ".join(f"{need.name} need {need.total / GB:.1f} GB" for need in large)
@@ -137,11 +145,12 @@ def _judge(config: Config, models: dict[str, ModelSpec], plan: Plan, memory_gb: 
     return text, False
 
 
-def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
+def make_plan(config: Config, models: dict[str, ModelSpec], served: Served = MappingProxyType({})) -> Plan:
     """Plan a run.
 
     Args:
-        models: role -> model, for each role of ``config.models``; ``config.json`` alone suffices.
+        models: role -> model, for each role of ``config.roles``; ``config.json`` alone suffices.
+        served: as of ``list_needs``.
     """
     batch = _describe_rl_batch(config) if isinstance(config, RunConfig) else _describe_supervised_batch(config)
     batch |= _describe_cut(config)
@@ -150,7 +159,7 @@ def make_plan(config: Config, models: dict[str, ModelSpec]) -> Plan:
         held = f"{experts.count // config.actor.ep} of {experts.count} on each rank{parts}"
         batch["experts"] = f"{held}; {experts.chosen} for each token"
     sees = models["actor"].vision is not None
-    return Plan(batch, list_needs(config, models), estimate_padding(config.actor, config.longest), sees)
+    return Plan(batch, list_needs(config, models, served), estimate_padding(config.actor, config.longest), sees)
 
 
 def _describe_rl_batch(config: RunConfig) -> dict[str, str]:

@@ -6,7 +6,7 @@ The module does not import torch at its top, so that the processes can start whi
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 from ray.actor import ActorHandle
@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from engines.batch.balance import balance_costs
 from engines.batch.samples import make_seed
 from engines.config import VllmConfig
+from engines.config.served import ServedModel
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.process_state import UNREACHED, is_lost
@@ -23,7 +24,7 @@ from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engines.batch.samples import Completion, Request
     from engines.vllm.tools import ToolCalls
@@ -34,7 +35,7 @@ R = TypeVar("R")
 
 
 class Rollouts:
-    """The vLLM engines of a run. The constructor starts processes that import vLLM; ``start`` loads a model into them.
+    """vLLM engines of a run. The constructor starts processes that import vLLM; ``start`` loads a model into them.
 
     Leaving it as a context manager ends the processes.
 
@@ -47,7 +48,13 @@ class Rollouts:
         workers: Ray's handle of each engine.
         serving: handles of the engines that may sample; an engine that replaces a lost one is added once it has the
             weights.
+        worker_class: class of the workers. title: name of an engine in messages, before its number.
+        named: first arguments of a worker's constructor, after the platform.
     """
+
+    worker_class: type[RolloutWorker] = RolloutWorker
+    title = "rollout engine"
+    named: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -63,16 +70,16 @@ class Rollouts:
         self.workers = self._start_processes(range(engines))
         self.serving = list(self.workers)
 
-    def _start_processes(self, indices: Iterable[int]) -> list[ActorHandle]:
-        arguments: list[tuple] = [(index, self._devices) for index in indices]
+    def _start_processes(self, indices: Sequence[int]) -> list[ActorHandle]:
+        arguments: list[tuple] = [(*self.named, index, self._devices) for index in indices]
         if self._list_ranks:
-            device_slots = self._take_device_slots([index for index, _ in arguments], self._list_ranks())
+            device_slots = self._take_device_slots(indices, self._list_ranks())
             arguments = [(*each, device_slot) for each, device_slot in zip(arguments, device_slots, strict=True)]
             nodes = [device_slot.node for device_slot in device_slots]
-            workers = start_workers(RolloutWorker, self._platform, arguments, devices=0, nodes=nodes)
+            workers = start_workers(self.worker_class, self._platform, arguments, devices=0, nodes=nodes)
         else:
-            workers = start_workers(RolloutWorker, self._platform, arguments, self._devices)
-        watch_workers({_name_engine(index): worker for (index, *_), worker in zip(arguments, workers, strict=True)})
+            workers = start_workers(self.worker_class, self._platform, arguments, self._devices)
+        watch_workers({self._name(index): worker for index, worker in zip(indices, workers, strict=True)})
         for worker in workers:
             worker.prepare.remote()
         return workers
@@ -88,8 +95,8 @@ class Rollouts:
             self._device_slots[index] = choose_device_slot(index, device_slots, self._device_slots.values())
         return [self._device_slots[index] for index in indices]
 
-    def start(self, model: ModelSpec, config: VllmConfig) -> Rollouts:
-        """Begin to load a model; call ``wait`` for the end."""
+    def start(self, model: ModelSpec | ServedModel, config: VllmConfig) -> Rollouts:
+        """Begin to load a model, of whichever kind the workers take; call ``wait`` for the end."""
         self._model = model, config
         self._started = [worker.start.remote(model, config) for worker in self.workers]
         return self
@@ -207,7 +214,7 @@ class Rollouts:
     def replace(self, lost: Sequence[int]) -> None:
         """Start new engines in place of those with the indices ``lost``, and send them the current weights."""
         assert self._note and self._send_weights, "replace_lost comes first"
-        old = {_name_engine(index): self.workers[index] for index in lost}
+        old = {self._name(index): self.workers[index] for index in lost}
         self._note(dict.fromkeys(old, UNREACHED) | find_lost(old))
         unwatch_workers(list(old.values()))
         end_workers(list(old.values()), keep=False)
@@ -221,19 +228,18 @@ class Rollouts:
 
     def name_workers(self) -> dict[str, ActorHandle]:
         """Return Ray's handle of every engine by the name that messages use."""
-        return {_name_engine(index): worker for index, worker in enumerate(self.workers)}
+        return {self._name(index): worker for index, worker in enumerate(self.workers)}
 
-    def __enter__(self) -> Rollouts:
+    def _name(self, index: int) -> str:
+        return f"{self.title} {index}"
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, *_) -> None:
         workers, self.workers = self.workers, []
         unwatch_workers(workers)
         end_workers(workers, keep=kind is None)
-
-
-def _name_engine(index: int) -> str:
-    return f"rollout engine {index}"
 
 
 def restore_requests(

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -236,17 +237,20 @@ class RolloutWorker(_Worker):
             import engines.vllm.engine  # noqa: F401
 
     def start(self, model: ModelSpec, config: VllmConfig) -> None:
-        from engines.vllm.engine import VllmEngine
         from engines.vllm.loop import EngineLoop
         from engines.vllm.update import UpdateLimit
 
         with pausing_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
-            config = replace(config, kv_cache_mb=cache_mb)
-            model = model.move_here()
-            self.loop = EngineLoop(lambda: VllmEngine(model, config, self.platform, self.takes_turns))
+            self.loop = EngineLoop(partial(self.build_engine, model.move_here(), replace(config, kv_cache_mb=cache_mb)))
             self._update_limit, self._open_at_update = UpdateLimit(), 0
+
+    def build_engine(self, model: ModelSpec, config: VllmConfig) -> Any:
+        """Build the engine, on the thread of ``loop``."""
+        from engines.vllm.engine import VllmEngine
+
+        return VllmEngine(model, config, self.platform, self.takes_turns)
 
     @property
     def engine(self) -> RolloutEngine:

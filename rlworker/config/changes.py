@@ -1,6 +1,7 @@
 """Settings as dotted keys, and the check of settings that change when a run is resumed."""
 
 import json
+import re
 from collections.abc import Set
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_step
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
 _MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.advance_at", "distill.top_k"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")
-_MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.", "validation.")
+_MAY_CHANGE_IN += ("checkpoint.", "placement.", "limits.", "recovery.", "validation.", "models.")
 """Settings, and sections of them, that a run may change on its way."""
 _BELONG_TO_RUN = {"actor.dtype", "actor.freeze", "actor.attention_override", "actor.megatron"}
 _BELONG_TO_RUN |= {"rollout.attention_override", "algorithm.reference", "algorithm.name", "algorithm.advantage"}
@@ -26,6 +27,8 @@ _BELONG_TO_RUN |= {"actor.lora.rank", "actor.lora.alpha", "actor.lora.targets", 
 _BELONG_TO_RUN |= {"actor.lora.start"}
 _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 """Settings of these sections that decide the models of a run, their computation, and whether they learn."""
+_SERVED = re.compile(r"models\.\w+\.(model|kind|label|template)")
+"""Settings of a served model that decide its verdicts."""
 
 
 def flatten_config(config: Any) -> dict[str, Any]:
@@ -94,6 +97,7 @@ def _check_changes(changes: Changes, config: TrainingConfig, folder: str) -> Non
     """
     where = f"run_dir: {folder!r} cannot be resumed with"
     inside = {key for key in changes if key.startswith(_MAY_CHANGE_IN) and key not in _BELONG_TO_RUN}
+    inside = {key for key in inside if not _SERVED.fullmatch(key)}
     known = flatten_config(config).keys()
     sections = {key.rpartition(".")[0] for key in known} - {""}
     gone = {key for key in changes if key not in known and key.rpartition(".")[0] in sections}

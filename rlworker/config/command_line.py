@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
+from engines.config import ServedModelConfig
 from engines.validation import option
 from hardware.platforms import PLATFORMS
 from rlworker.config.algorithm import Algorithm
@@ -37,6 +38,7 @@ def parse_config(
         SystemExit: help was asked for, or the command line is wrong; the message names the option and a remedy.
     """
     args, switches = sys.argv[1:] if args is None else args, _map_switches(default)
+    default = _add_models(default, args)
     own = {*(option("config", key) for key in flatten_config(default)), *switches.values()}
     if unknown := _list_unknown(args, own):
         from rlworker.config.help.other_names import refuse_other_names
@@ -49,8 +51,30 @@ def parse_config(
     if help_options := {"-h", "--help"} & {*args}:
         from rlworker.config.help.sections import show_help
 
+        if isinstance(default, RunConfig) and not default.models:
+            default = replace(default, models={"NAME": ServedModelConfig()})
         show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
     return parse(type(default), default=default, args=args)
+
+
+def _add_models(default: Config, args: Sequence[str]) -> Config:
+    """Add the served models that a command line names, as in ``--models.NAME.model``, to those of a recipe.
+
+    Raises:
+        SystemExit: a name has other characters, or a key is none of a served model.
+    """
+    if not isinstance(default, RunConfig):
+        return default
+    names, keys = [], [option("config", each.name)[2:] for each in fields(ServedModelConfig)]
+    for word in (word.partition("=")[0] for word in args if word.startswith("--models.")):
+        match = re.fullmatch(r"--models\.([A-Za-z0-9_]+)\.([\w-]+)", word)
+        if not match or match[2].replace("_", "-") not in keys:
+            sys.exit(
+                f"error: {word}: expected --models.NAME.KEY, a NAME of letters, digits and underscores, and a KEY of "
+                f"{', '.join(keys)}"
+            )
+        names.append(match[1])
+    return replace(default, models={name: ServedModelConfig() for name in names} | default.models)
 
 
 def _list_unknown(args: Sequence[str], own: Collection[str]) -> list[tuple[str, str]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import psutil
 
 from engines.config import MegatronConfig
+from engines.config.served import ClassifierSpec
 from engines.megatron.memory.activations import MicroBatch, get_itemsize
 from engines.megatron.memory.estimate import RankMemory, compute_rank_memory, list_parameters
 from engines.models.spec import ModelSpec
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
     Config = RunConfig | SftConfig
 
+Served = Mapping[str, ModelSpec | ClassifierSpec]
+"""Name of a served model -> its shape."""
 GB = 2**30
 _PROCESS = {"trainer": 0.5 * GB, "rollout": 1.7 * GB, "scorer": 0.2 * GB, "driver": 0.6 * GB, "ray": 0.6 * GB}
 """Bytes that a process takes before it holds a model, if all share one machine's memory (measured on a CPU)."""
@@ -70,11 +74,12 @@ class Need:
         return "rollout" in self.roles
 
 
-def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
-    """List the memory of a run's processes: the largest rank of each pipeline stage, then a rollout engine.
+def list_needs(config: Config, models: dict[str, ModelSpec], served: Served = MappingProxyType({})) -> list[Need]:
+    """List the memory of a run's processes: the largest rank of each pipeline stage, then a rollout engine, then one of
+    each served model.
 
     Args:
-        models: role -> model.
+        models: role -> model. served: name of a served model -> its shape.
     """
     needs = list(_plan_trainers(config, models))
     if isinstance(config, RunConfig):
@@ -84,6 +89,7 @@ def list_needs(config: Config, models: dict[str, ModelSpec]) -> list[Need]:
             actor = max(need.roles["actor"].parameters for need in needs if "actor" in need.roles)
             both = {"actor": RankMemory(actor, 0, 0, 0), "rollout": needs[-1].roles["rollout"]}
             needs.append(Need("at the canary", 0, both))
+        needs += [_plan_served(config, name, spec) for name, spec in served.items()]
     return needs
 
 
@@ -112,6 +118,14 @@ def _plan_rollout(config: RunConfig, model: ModelSpec) -> Need:
         routes = cache * model.experts.chosen // (2 * model.count_kv_heads(tp) * model.head_dim * itemsize)
     memory = RankMemory(weights * itemsize, 0, 0, cache + routes)
     return Need("rollout engines" if tp == 1 else "rollout devices", rollout.devices, {"rollout": memory})
+
+
+def _plan_served(config: RunConfig, name: str, spec: ModelSpec | ClassifierSpec) -> Need:
+    """Plan the devices of a served model's engines: a part of its weights and a KV cache on each."""
+    own, rollout = config.models[name], config.rollout
+    cache = (rollout.kv_cache_mb or get_platform(config.platform).rollout_kv_cache_mb) * 2**20
+    weights = spec.count_weights() * get_itemsize(rollout.dtype) // own.tp
+    return Need(f"{name} engines", own.devices, {"rollout": RankMemory(weights, 0, 0, cache)})
 
 
 def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:
@@ -151,18 +165,20 @@ def count_share(config: Config) -> int:
     return -(-config.rows_per_mini_batch // config.actor.dp)
 
 
-def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bool]:
+def judge_machine(
+    config: Config, models: dict[str, ModelSpec], served: Served = MappingProxyType({})
+) -> tuple[str, bool]:
     """Estimate the memory of all processes of a run on this machine, with the longest samples.
 
     Args:
-        models: role -> model.
+        models, served: as of ``list_needs``.
 
     Returns:
         the estimate as text, and whether it fits.
     """
     total = _read_machine_bytes()
     limit = float(os.environ.get(_THRESHOLD) or 0.95) * total
-    parts = _list_machine_parts(config, models)
+    parts = _list_machine_parts(config, models, served)
     text = f"All processes on this machine take up to {_add_up(parts) / GB:.1f} GB of {total / GB:.1f} GB: "
     text += ", ".join(f"{name} {f'{count} x ' if count > 1 else ''}{each / GB:.1f}" for name, count, each in parts)
     if _add_up(parts) <= limit:
@@ -171,17 +187,17 @@ def judge_machine(config: Config, models: dict[str, ModelSpec]) -> tuple[str, bo
     tokens = config.actor.micro_batch_tokens // 2
     while tokens >= config.longest:
         smaller = replace(config, actor=replace(config.actor, micro_batch_tokens=tokens))
-        held = _add_up(_list_machine_parts(smaller, models))
+        held = _add_up(_list_machine_parts(smaller, models, served))
         if held <= limit:
             return f"{text}with --actor.micro-batch-tokens {tokens} it is {held / GB:.1f} GB", False
         tokens //= 2
     return f"{text}take fewer ranks, --actor.recompute full, a smaller model or more machines", False
 
 
-def _list_machine_parts(config: Config, models: dict[str, ModelSpec]) -> list[tuple[str, int, float]]:
+def _list_machine_parts(config: Config, models: dict[str, ModelSpec], served: Served) -> list[tuple[str, int, float]]:
     """List the processes that share a machine's memory: name, number, and bytes of each."""
     parts = []
-    for need in list_needs(config, models):
+    for need in list_needs(config, models, served):
         pieces = 0 if need.is_rollout else _PIECES * max(memory.activations for memory in need.roles.values())
         each = need.total + need.host + pieces + _PROCESS["rollout" if need.is_rollout else "trainer"]
         if need.count:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Le
 
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, ServedModelConfig, VllmConfig
 from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
@@ -111,7 +111,7 @@ class TrainingConfig:
         return step in (1, self.steps)
 
     @property
-    def models(self) -> dict[str, str]:
+    def roles(self) -> dict[str, str]:
         """Role -> name or folder of the model, for each training engine."""
         return {"actor": self.model}
 
@@ -161,6 +161,8 @@ class RunConfig(TrainingConfig):
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    models: dict[str, ServedModelConfig] = field(default_factory=dict)
+    """Models by name that are served beside the policy and never trained, such as judges."""
     prompts_per_step: Annotated[int, Ge(1)] = 32
     """Number of prompts in a step."""
     samples_per_prompt: Annotated[int, Ge(1)] = 8
@@ -173,29 +175,20 @@ class RunConfig(TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if unused := [role for role in self.placement.dedicated_devices if role not in self.models]:
+        if unused := [role for role in self.placement.dedicated_devices if role not in self.roles]:
             raise ValueError(
                 f"config: placement.dedicated_devices names {unused}, which this run does not have; leave "
                 "--placement.dedicated-devices out, or set --critic.train or --algorithm.kl-coef"
             )
-        if idle := [role for role in self.placement.cpu_offload if role not in self.models]:
+        if idle := [role for role in self.placement.cpu_offload if role not in self.roles]:
             raise ValueError(
                 f"config: placement.cpu_offload names {idle}, which this run does not have; leave "
                 "--placement.cpu-offload out, or set --algorithm.kl-coef"
             )
         if self.views_reference:
             self.placement.check_view()
-        if self.placement.colocate and self.rollout.devices > self.actor.ranks:
-            raise ValueError(
-                f"config: placement.colocate puts rollout.engines={self.rollout.engines} x tp={self.rollout.tp} = "
-                f"{self.rollout.devices} devices onto those of actor.ranks={self.actor.ranks}; lower "
-                "--rollout.engines or --rollout.tp, or leave --placement.colocate out"
-            )
-        if (stale := self.rollout.staleness) and self.placement.colocate:
-            raise ValueError(
-                f"config: rollout.staleness={stale} samples while trainers compute, and placement.colocate has them "
-                "take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
-            )
+        if self.placement.colocate:
+            self.placement.check_shared(self.rollout, self.models, self.actor.ranks)
         self.algorithm.check_beside(self.critic, self.rollout, self.limits, self.samples_per_prompt, self.distill)
         if self.trains_critic and self.critic.warmup_steps >= self.steps:
             raise ValueError(
@@ -264,7 +257,7 @@ class RunConfig(TrainingConfig):
         return set_decay(critic, self.steps * self.algorithm.optimizer_steps)
 
     @property
-    def models(self) -> dict[str, str]:
+    def roles(self) -> dict[str, str]:
         """Role -> name or folder of the model, for each training engine."""
         folders = {"actor": self.model}
         if self.algorithm.parts.kl_coef or self.algorithm.reference:
@@ -286,15 +279,17 @@ class RunConfig(TrainingConfig):
     @property
     def num_workers(self) -> int:
         """Number of devices that the run's workers hold at once."""
-        own = 0 if self.placement.colocate else self.rollout.devices
+        served = sum(each.devices for each in self.models.values())
+        own = 0 if self.placement.colocate else self.rollout.devices + served
         return own + self.actor.ranks * (1 + len(set(self.placement.dedicated_devices)))
 
     @property
     def worker_groups(self) -> list[tuple[str, int, int, int]]:
-        """The groups of workers as in ``TrainingConfig.worker_groups``, without colocated rollout engines."""
+        """The groups of workers as in ``TrainingConfig.worker_groups``, without colocated engines."""
         trainers = ["actor", *dict.fromkeys(self.placement.dedicated_devices)]
-        engines = ("rollout engines", self.rollout.engines, self.rollout.tp, 1)
-        apart = [] if self.placement.colocate else [engines]
+        engines = {"rollout": self.rollout} | self.models
+        sizes = [(f"{name} engines", each.engines, each.tp, 1) for name, each in engines.items()]
+        apart = [] if self.placement.colocate else sizes
         return [*apart, *((name, self.actor.ranks, 1, self.actor.tp) for name in trainers)]
 
     @property
@@ -340,7 +335,7 @@ class RunConfig(TrainingConfig):
         if (top := self.top_logprobs) > (vocab := specs["actor"].vocab):
             setting = "algorithm.score_centering" if self.algorithm.score_centering else "distill.top_k"
             raise ValueError(f"config: {setting}={top} is above the {vocab} tokens of the model's vocabulary; lower it")
-        for role, folder in self.models.items():
+        for role, folder in self.roles.items():
             if role != "actor":
                 from rlworker.config.beside_actor import check_beside_actor
 

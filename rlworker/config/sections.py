@@ -1,12 +1,16 @@
 """The sections of a run's settings: each a frozen dataclass that checks its own values."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from engines.validation import FINITE, LARGEST, PassThrough, check_types, option
+
+if TYPE_CHECKING:  # processes of environments read a limit here, and load nothing of engines
+    from engines.config import ServedModelConfig, VllmConfig
 
 LARGEST_REWARD = 1e6
 """Largest absolute reward, beyond which an episode counts as failed: GRPO squares rewards in float32."""
@@ -228,6 +232,21 @@ class PlacementConfig:
 
     def __post_init__(self):
         check_types("placement", self)
+
+    def check_shared(self, rollout: "VllmConfig", models: "Mapping[str, ServedModelConfig]", ranks: int) -> None:
+        """Raise ValueError where engines cannot take turns with the actor's ranks on their devices."""
+        if rollout.staleness:
+            raise ValueError(
+                f"config: rollout.staleness={rollout.staleness} samples while trainers compute, and placement.colocate "
+                "has them take turns on the same devices; leave one of --rollout.staleness and --placement.colocate out"
+            )
+        for section, each in ({"rollout": rollout} | {f"models.{name}": each for name, each in models.items()}).items():
+            if each.devices > ranks:
+                raise ValueError(
+                    f"config: placement.colocate puts {section}.engines={each.engines} x tp={each.tp} = {each.devices} "
+                    f"devices onto those of actor.ranks={ranks}; lower --{section}.engines or --{section}.tp, or leave "
+                    "--placement.colocate out"
+                )
 
     def check_view(self) -> None:
         """Raise ValueError where a reference that is the actor with its adapters off has a place of its own."""

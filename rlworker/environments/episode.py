@@ -62,6 +62,7 @@ class Episode:
         sequences: the segments of each sequence; every fork begins a new sequence.
         rewards: for each reward, the turn (``CONTEXT`` before the first sample) and the value.
         answer: the final answer as text. An environment that sets it lets validation vote on answers (maj@k).
+        parts: name of a part of the reward -> its value, for the metric ``reward_NAME_mean`` and the report.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Episode:
         self.turns = self.forks = 0
         self.answer = ""
         self.rewards: list[tuple[int, float]] = []
+        self.parts: dict[str, float] = {}
         self.sequences: list[list[Segment]] = []
         self._length = 0
         self._chat: Chat | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
@@ -15,7 +16,7 @@ import numpy as np
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Stops
 from rlworker.environments.episode import Episode
-from rlworker.environments.record import Sample
+from rlworker.environments.record import Sample, Verdict
 
 ToolFailureKind = Literal["timeout", "raised", "memory", "died", "unpicklable"]
 """Why a tool returned nothing: it did not end in time, raised an exception, had no memory left, its process ended, or
@@ -35,6 +36,11 @@ class ToolFailure(Exception):
 
     def __reduce__(self) -> tuple:
         return ToolFailure, (self.kind, self.message)
+
+
+class NoVerdict(Exception):
+    """A served model gave no verdict: its answer could not be read, or it could not be asked. An environment may catch
+    this."""
 
 
 class EpisodeLimit(Exception):
@@ -62,7 +68,7 @@ class EpisodeLimits:
         turns: most samples.
         tokens: most tokens of a sequence.
         sample_tokens: most tokens of one sample.
-        time_limit_s: most seconds of an environment, not counting its waits for samples and tools.
+        time_limit_s: most seconds of an environment, not counting its waits for samples, tools and verdicts.
         tool_limit_s: most seconds of a tool call that sets no ``limit_s``.
         drawing: settings by which the run samples, ``temperature`` and ``top_p``. No call may ask for others.
     """
@@ -87,6 +93,8 @@ class Host(Protocol):
     ) -> Any: ...
 
     def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint: ...
+
+    async def ask_model(self, policy: Policy, model: str, content: Any) -> Verdict: ...
 
 
 class Policy:
@@ -197,6 +205,36 @@ class Policy:
                 f"{_LONGEST_S:g}, and a whole number of MB, 1 or more"
             )
         return await self._host.call_tool(self, call, args, keywords, limit, memory_mb)
+
+    async def judge(self, *models: str, **fields: Any) -> Verdict:
+        """Ask one or several judges of the run by their names, and return their verdict, from 0 to 1.
+
+        Several judges are asked at once, and the mean of those that can be read is the verdict.
+
+        Args:
+            fields: fields of the judge's prompt, such as ``question``, ``answer`` and ``text``: plain values.
+
+        Raises:
+            NoVerdict: no answer can be read, or a judge cannot be asked.
+        """
+        found = await asyncio.gather(*(self._host.ask_model(self, name, fields) for name in models))
+        readable = [each for each in found if not each.error]
+        if not readable:
+            raise NoVerdict("; ".join(each.error for each in found) or "judge: no model was named")
+        value = sum(each.value for each in readable) / len(readable)
+        texts = tuple(text for each in found for text in each.texts)
+        return Verdict(value, texts, readable[0].values, sum(each.unreadable for each in found))
+
+    async def score(self, model: str, content: str | Sequence[Mapping[str, Any]]) -> Verdict:
+        """Ask a classifier of the run by its name for the score of a text or of chat messages.
+
+        Raises:
+            NoVerdict: the content is too long, or the classifier cannot be asked.
+        """
+        verdict = await self._host.ask_model(self, model, content)
+        if verdict.error:
+            raise NoVerdict(verdict.error)
+        return verdict
 
 
 _LONGEST_S = 1e6

@@ -30,7 +30,7 @@ HELD = "got no further and was ended"
 
 FailureKind = Literal[
     "timeout", "blocked", "raised", "limit", "no_generation", "no_episode", "died",
-    "not_a_number", "too_large", "wrong_count",
+    "not_a_number", "too_large", "wrong_count", "no_verdict",
 ]  # fmt: skip
 """How an environment failed.
 
@@ -38,7 +38,7 @@ FailureKind = Literal[
 long. ``raised``: it raised an exception. ``limit``: it sampled past its turns or tokens. ``no_generation``: it returned
 before it sampled. ``no_episode``: it did not return its ``Episode``. ``died``: its process died. Failures of a reward:
 ``not_a_number``; ``too_large``, beyond ``LARGEST_REWARD``; ``wrong_count``, a call that returned too many or too few
-numbers.
+numbers; ``no_verdict``, a judge that could not be read or a question that no model could be asked.
 """
 
 
@@ -60,6 +60,25 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer of a served model to one question. ``Policy.judge`` and ``Policy.score`` return it.
+
+    Attributes:
+        value: a judge's verdict from 0 to 1, or a classifier's logit; of a token classification that of the last token.
+        texts: what a judge wrote, a text for each criterion.
+        values: the logit of every token, of a token classification; of a judge the verdict on each criterion.
+        unreadable: number of answers that could not be read, retries aside.
+        error: why there is no value; empty where there is one.
+    """
+
+    value: float = 0.0
+    texts: tuple[str, ...] = ()
+    values: tuple[float, ...] = ()
+    unreadable: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """The trajectory of an episode: the segments of its turns, its rewards and its failure.
 
@@ -71,6 +90,8 @@ class Trajectory:
         forks: number of times that the context was rewritten.
         tool_calls, tool_failures: number of tool calls, and of tool calls that failed.
         answer: ``Episode.answer``.
+        parts: ``Episode.parts``, as pairs.
+        verdicts: for each question to a served model, the name of the model and the verdict.
     """
 
     row: Row
@@ -81,6 +102,8 @@ class Trajectory:
     tool_calls: int = 0
     tool_failures: int = 0
     answer: str = ""
+    parts: tuple[tuple[str, float], ...] = ()
+    verdicts: tuple[tuple[str, Verdict], ...] = ()
 
     @property
     def reward(self) -> float:
@@ -160,6 +183,7 @@ class Job(NamedTuple):
             anew.
         tools: number of a tool call -> its pickled outcome, for the tool calls so far.
         group: number of the first episode of the same prompt. group_size: number of episodes of the prompt.
+        verdicts: number of a question -> its verdict, for the questions so far.
     """
 
     number: int
@@ -169,6 +193,22 @@ class Job(NamedTuple):
     tools: dict[int, bytes]
     group: int
     group_size: int
+    verdicts: dict[int, Verdict]
+
+
+class Question(NamedTuple):
+    """An episode's question to a served model.
+
+    Attributes:
+        number: number of the episode. call: number of the question in it.
+        model: name of the model.
+        content: fields of a judge's prompt by name; for a classifier a text, or chat messages.
+    """
+
+    number: int
+    call: int
+    model: str
+    content: Any
 
 
 class Ask(NamedTuple):
@@ -199,12 +239,14 @@ class Reply:
 
     Attributes:
         asks: requests of the episodes that wait for a sample.
+        questions: questions of the episodes that wait for a verdict.
         results: number of an ended episode -> fields of its ``Trajectory``, except row and sequences.
         tools: for each tool call that ended, number of the episode, number of the call and pickled outcome.
-        runs_on: whether some episodes still run, neither waiting for a sample nor ended.
+        runs_on: whether some episodes still run, neither waiting for a sample or a verdict nor ended.
     """
 
     asks: list[Ask] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     tools: list[tuple[int, int, bytes]] = field(default_factory=list)
     runs_on: bool = False

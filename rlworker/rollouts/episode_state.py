@@ -19,10 +19,12 @@ from rlworker.environments.record import (
     HELD,
     Job,
     LostWorker,
+    Question,
     Reply,
     Sample,
     Segment,
     Trajectory,
+    Verdict,
     digest_ids,
 )
 from rlworker.errors import MONITOR, RunError
@@ -58,11 +60,13 @@ class EpisodeState:
         samples: for each turn, the ids of the context that was added before it, and the sample.
         told: how many of ``samples`` have been sent to the process.
         tools: number of a tool call -> its pickled outcome.
+        questions: number of a question to a served model -> name of the model.
+        verdicts: number of a question -> its verdict. untold: numbers of those that the process has not been sent.
         context: ids that were added before the sample that is requested now.
         parser: name of the tool-call parser and schemas of the tools; None where samples are not parsed.
         logprobs: whether samples are sent to the process with their logprobs.
         is_asked: whether a sample is requested from an engine and has not come.
-        waits: whether the environment's process waits for a sample to be sent to it.
+        waits: whether the environment's process waits for a sample or a verdict to be sent to it.
         losses: how many processes were lost while they ran this episode.
         trajectory: the finished trajectory; None until the episode has ended.
     """
@@ -77,6 +81,9 @@ class EpisodeState:
     samples: list[tuple[Sequence[int] | np.ndarray, Sample]] = field(default_factory=list)
     told: int = 0
     tools: dict[int, bytes] = field(default_factory=dict)
+    questions: dict[int, str] = field(default_factory=dict)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    untold: set[int] = field(default_factory=set)
     context: Sequence[int] | np.ndarray = ()
     parser: tuple[str, tuple] | None = None
     logprobs: bool = False
@@ -113,7 +120,8 @@ class EpisodeState:
             self.sequences[-1].pop()
             if not self.sequences[-1]:
                 self.sequences.pop()
-        self.trajectory = Trajectory(self.row, tuple(map(tuple, self.sequences)), **result)
+        verdicts = tuple((self.questions[call], verdict) for call, verdict in sorted(self.verdicts.items()))
+        self.trajectory = Trajectory(self.row, tuple(map(tuple, self.sequences)), verdicts=verdicts, **result)
 
     def make_request(self, max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Request:
         """Make the request for the next sample, which continues the last sequence.
@@ -170,9 +178,10 @@ class EpisodeStates:
         sizes, jobs = Counter(state.group for state in states), []
         for state in states:
             state.told, state.waits = len(state.samples), False
+            state.untold.clear()
             samples = [(digest_ids(context), sample) for context, sample in state.samples]
-            group = state.group, sizes[state.group]
-            jobs.append(Job(state.number, state.row, state.seed, samples, dict(state.tools), *group))
+            known = dict(state.tools), state.group, sizes[state.group], dict(state.verdicts)
+            jobs.append(Job(state.number, state.row, state.seed, samples, *known))
         return jobs
 
     def take(self, reply: Reply) -> Iterator[tuple[Key, Request]]:
@@ -193,13 +202,44 @@ class EpisodeStates:
             state.is_asked, state.parser, state.logprobs = True, ask.parser, ask.logprobs
             yield (state.batch.number, ask.number), state.make_request(ask.max_tokens, ask.stop_token_ids)
 
-    def address(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        """Return ``{episode: sample}`` for a process: of those in ``numbers`` that wait and have a new sample."""
-        found = [self._states[number] for number in numbers]
-        states = [one for one in found if one.waits and one.told < len(one.samples) and one.trajectory is None]
-        for state in states:
-            state.told, state.waits = len(state.samples), False
-        return {state.number: state.samples[-1][1] for state in states}
+    def take_questions(self, reply: Reply) -> Iterator[tuple[RolloutBatch, Question]]:
+        """Record the questions in the reply of a process, and yield those that are new, each with its batch."""
+        for question in reply.questions:
+            state = self._states[question.number]
+            if state.trajectory:
+                continue
+            state.waits = True
+            if question.call not in state.questions:  # else it was begun anew, and the question is open or answered
+                state.questions[question.call] = question.model
+                yield state.batch, question
+
+    def add_verdict(self, number: int, call: int, verdict: Verdict) -> bool:
+        """Record the verdict on a question, and tell whether its episode still waits for it."""
+        if number not in self._states or self._states[number].trajectory:
+            return False
+        state = self._states[number]
+        state.verdicts[call] = verdict
+        state.untold.add(call)
+        return True
+
+    def address(self, numbers: Iterable[int]) -> tuple[dict[int, Sample], dict[int, dict[int, Verdict]]]:
+        """Return ``{episode: sample}`` and ``{episode: {question: verdict}}`` for a process.
+
+        They are of those in ``numbers`` that wait, once all that they wait for is there.
+        """
+        samples, verdicts = {}, {}
+        for state in [self._states[number] for number in numbers]:
+            is_open = state.is_asked or len(state.verdicts) < len(state.questions)
+            if not state.waits or is_open or state.trajectory:
+                continue
+            if state.told < len(state.samples):
+                samples[state.number] = state.samples[-1][1]
+            if state.untold:
+                verdicts[state.number] = {call: state.verdicts[call] for call in sorted(state.untold)}
+            if state.number in samples or state.number in verdicts:
+                state.told, state.waits = len(state.samples), False
+                state.untold.clear()
+        return samples, verdicts
 
     def handle_lost_worker(self, lost: LostWorker) -> list[int]:
         """Record that a process was lost, and decide whether the episode that it ran is to blame and fails.

@@ -27,6 +27,7 @@ from rlworker.environments.processes.pool import POLL_S, ProcessPool
 from rlworker.environments.record import LostWorker, Reply
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.episode_state import EpisodeState, EpisodeStates, NoteFn, make_states
+from rlworker.rollouts.scoring.questions import QuestionQueue
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ class RolloutLoop:
         rollouts: the vLLM engines. queue: hands sample requests to them, ahead of the trainer or turn by turn.
         codec: decodes samples whose tool calls are parsed.
         default: reward of an episode that failed.
+        questions: hands questions to the served models.
 
     Attributes:
-        environment_seconds: seconds of ``wait`` in which environments ran and nothing was sampled; only of use with a
-            ``TurnQueue``.
+        environment_seconds: seconds of ``wait`` in which environments ran and nothing was sampled or asked; only of use
+            with a ``TurnQueue``.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class RolloutLoop:
         queue: RequestQueue | TurnQueue,
         codec: Codec,
         default: float = 0.0,
+        questions: QuestionQueue | None = None,
     ):
         self._pool, self._rollouts, self._queue, self._codec, self._default = pool, rollouts, queue, codec, default
+        self.questions = questions or QuestionQueue({}, queue.runs_ahead)
         self._samples_first = getattr(environment, "samples_first", False)
         self._scores_groups = getattr(environment, "scores_groups", False)
         self._note_lost: NoteFn | None = None
@@ -107,9 +111,10 @@ class RolloutLoop:
         Raises:
             Exception: any error that ended the loop.
         """
-        start = time.perf_counter() - self._queue.sampling_seconds
+        start = time.perf_counter() - self._queue.sampling_seconds - self.questions.seconds
         wait_until(lambda slice_s: self._wait(batch, slice_s))
-        self.environment_seconds += time.perf_counter() - self._queue.sampling_seconds - start
+        spent = time.perf_counter() - self._queue.sampling_seconds - self.questions.seconds
+        self.environment_seconds += spent - start
         return batch.groups
 
     def sample_each(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:
@@ -164,13 +169,19 @@ class RolloutLoop:
     def _wait(self, batch: RolloutBatch, slice_s: float) -> bool:
         if not self._thread:
             self._take_turn()
+            self.questions.replace_lost()
             return batch.is_done
         with self._changed:
-            self._changed.wait_for(lambda: batch.is_done or self._fault or self._queue.list_lost(), slice_s)
+            self._changed.wait_for(lambda: batch.is_done or self._fault or self._has_lost, slice_s)
         self._check_alive()
         if lost := self._queue.list_lost():
             self._rollouts.replace_or_raise(lost)
+        self.questions.replace_lost()
         return batch.is_done
+
+    @property
+    def _has_lost(self) -> bool:
+        return bool(self._queue.list_lost() or self.questions.list_lost())
 
     def _run(self) -> None:
         try:
@@ -201,16 +212,22 @@ class RolloutLoop:
             self._take_reply(slot, reply)
         for slot in sorted(self._free):
             self._send(slot)
-        for (batch_number, number), completions in self._queue.collect(len(self._free) == len(self._pool)):
+        is_idle = len(self._free) == len(self._pool)
+        for number, call, verdict in self.questions.collect(is_idle):
+            is_idle = False  # until the episodes that were waiting for it have gone on
+            if self._states.add_verdict(number, call, verdict):
+                self._answered[self._states[number].slot].append(number)
+        for (batch_number, number), completions in self._queue.collect(is_idle and not self.questions.is_open):
             self._take_samples(self._batches[batch_number], number, completions)
         self._parse_samples()
         for slot in sorted(self._free):
             self._send(slot)
-        if any(batch.is_done for batch in self._batches.values()) or self._queue.list_lost():
+        if any(batch.is_done for batch in self._batches.values()) or self._has_lost:
             self._batches = {number: batch for number, batch in self._batches.items() if not batch.is_done}
+            self.questions.keep(self._batches)
             with self._changed:
                 self._changed.notify_all()
-        if waited := [*self._queue.references, *self._pool.references]:
+        if waited := [*self._queue.references, *self.questions.references, *self._pool.references]:
             ray.wait(waited, timeout=_TICK_S if self._thread else POLL_S)
         elif self._thread and self._calls.empty():
             threading.Event().wait(_TICK_S)
@@ -223,6 +240,7 @@ class RolloutLoop:
             queue = cast("RequestQueue", self._queue)
             return queue.submit_to_each([((batch.number, i), request) for i, request in enumerate(requests)])
         self._queue.open(sampling, self._samples_first)
+        self.questions.open(sampling.stream)
         batch.first = self._next_number
         states = make_states(batch, None if self._samples_first else len(self._pool))
         self._next_number += len(states)
@@ -235,6 +253,7 @@ class RolloutLoop:
 
     def _clear(self) -> None:
         slots = range(len(self._pool))
+        self.questions.reset()
         self._batches: dict[int, RolloutBatch] = {}
         self._states = EpisodeStates(self._default, self._note_lost, self._scores_groups)
         self._free, self._run_on = set(slots), set[int]()
@@ -253,8 +272,10 @@ class RolloutLoop:
             self._new[slot] = self._states.list_living(slot)
             return self._end(ended)
         self._queue.submit(self._states.take(reply))
-        # Where it was begun anew, a sample may have come before it asked again.
-        self._answered[slot] += [ask.number for ask in reply.asks]
+        for batch, question in self._states.take_questions(reply):
+            self.questions.submit(batch, question)
+        # Where it was begun anew, a sample or a verdict may have come before it asked again.
+        self._answered[slot] += [asked.number for asked in (*reply.asks, *reply.questions)]
         if reply.runs_on:
             self._run_on.add(slot)
         self._end(list(reply.results))
@@ -269,13 +290,13 @@ class RolloutLoop:
         new, self._new[slot] = [state for state in self._new[slot] if state.trajectory is None], []
         for state in new:
             state.slot = slot
-        jobs, samples = self._states.begin(new), {}
+        jobs, samples, verdicts = self._states.begin(new), {}, {}
         if not jobs:
             answered, self._answered[slot] = dict.fromkeys(self._answered[slot]), []
-            samples = self._states.address([one for one in answered if one in self._states])
-        if jobs or samples or slot in self._run_on:
+            samples, verdicts = self._states.address([one for one in answered if one in self._states])
+        if jobs or samples or verdicts or slot in self._run_on:
             self._free.discard(slot)
-            self._pool.begin(slot, jobs, samples, self._queue.longest_s)
+            self._pool.begin(slot, jobs, samples, self._queue.longest_s, verdicts)
 
     def _end(self, numbers: Sequence[int]) -> None:
         """Note that episodes have ended, and collect the groups that are whole."""

@@ -84,7 +84,8 @@ class RolloutManager:
         kept_groups, zero_variance, first, rewards = [], [], self.rollouts_done, []
         if self.curriculum:
             self.curriculum.forget_before(first)
-        environment_s = self.loop.environment_seconds
+        questions = self.loop.questions if config.models else None
+        environment_s, verdicts_s = self.loop.environment_seconds, questions.seconds if questions else 0.0
         for _ in range(1 + further):
             groups = self._draw_next(partial(self.phase, clock))
             self.rollouts_done += 1
@@ -106,6 +107,8 @@ class RolloutManager:
             metrics |= self.curriculum.measure()
         if not config.rollout.staleness:
             metrics["time_environment"] = self.loop.environment_seconds - environment_s
+        if questions:
+            metrics["time_verdicts"] = questions.seconds - verdicts_s
         groups = kept_groups[: config.prompts_per_step]
         completions = (completion for group in groups for one in group for completion in one.completions)
         return groups if any(len(completion.token_ids) for completion in completions) else [], metrics

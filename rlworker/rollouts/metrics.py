@@ -92,16 +92,35 @@ def summarise_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     lengths = np.asarray([len(completion.token_ids) for completion in completions], np.int64)
     rewards = torch.tensor([[trajectory.reward for trajectory in group] for group in groups])
     samples, zero_variance = rewards.numel(), sum(map(has_zero_variance, groups))
-    return {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
-        "groups": len(groups),
-        "zero_variance_groups": zero_variance,
-        "zero_variance_share": zero_variance / len(groups),
-        "completion_tokens": int(lengths.sum()) / samples,
-        "truncated": sum(not completion.finished for completion in completions) / max(len(completions), 1),
-        "samples": samples,
-    } | _summarise_episodes(trajectories, lengths)
+    return (
+        {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(dim=1).mean()) if rewards.shape[1] > 1 else 0.0,
+            "groups": len(groups),
+            "zero_variance_groups": zero_variance,
+            "zero_variance_share": zero_variance / len(groups),
+            "completion_tokens": int(lengths.sum()) / samples,
+            "truncated": sum(not completion.finished for completion in completions) / max(len(completions), 1),
+            "samples": samples,
+        }
+        | _summarise_episodes(trajectories, lengths)
+        | _summarise_verdicts(trajectories)
+    )
+
+
+def _summarise_verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Average the parts of rewards, and count verdicts of served models, of trajectories that have any."""
+    metrics: dict[str, float] = {}
+    parts = [part for trajectory in trajectories if not trajectory.failure for part in trajectory.parts]
+    for name in dict.fromkeys(name for name, _ in parts):
+        values = [value for part, value in parts if part == name]
+        metrics[f"reward_{name}_mean"] = sum(values) / len(values)
+    verdicts = [verdict for trajectory in trajectories for verdict in trajectory.verdicts]
+    for name in dict.fromkeys(name for name, _ in verdicts):
+        found = [verdict for model, verdict in verdicts if model == name]
+        metrics[f"verdicts_{name}"] = len(found) / len(trajectories)
+        metrics[f"unreadable_{name}"] = sum(one.unreadable or bool(one.error) for one in found) / len(trajectories)
+    return metrics
 
 
 def _summarise_episodes(trajectories: Sequence[Trajectory], lengths: np.ndarray) -> dict[str, float]:
@@ -133,7 +152,8 @@ def describe_trajectory(trajectory: Trajectory, codec: Codec) -> dict:
     """Describe a trajectory turn by turn, as a run folder's ``rollouts`` stores it.
 
     Returns:
-        the keys ``prompt``, ``completion``, ``answer``, ``reward``, ``version``, ``outcome`` and ``turns``.
+        the keys ``prompt``, ``completion``, ``answer``, ``reward``, ``version``, ``outcome`` and ``turns``; and of some
+            ``parts`` and ``verdicts``.
     """
     rewards: dict[int, float] = {}
     for turn, value in trajectory.rewards:
@@ -156,4 +176,14 @@ def describe_trajectory(trajectory: Trajectory, codec: Codec) -> dict:
         "version": completions[-1].version if completions else -1,
         "outcome": ": ".join(trajectory.failure) if trajectory.failure else "ok",
         "turns": turns,
-    }
+    } | _describe_verdicts(trajectory)
+
+
+def _describe_verdicts(trajectory: Trajectory) -> dict:
+    """Describe the parts of a reward, and what served models said; empty where there is neither."""
+    parts = {"parts": dict(trajectory.parts)} if trajectory.parts else {}
+    lines = [
+        {"model": name, "value": one.value, "text": one.error or "\n".join(one.texts)}
+        for name, one in trajectory.verdicts
+    ]
+    return parts | ({"verdicts": lines} if lines else {})

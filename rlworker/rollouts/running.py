@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from engines.models.spec import ModelSpec
@@ -16,6 +17,7 @@ from rlworker.environments.processes.pool import ProcessPool
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.manager import STREAM
+from rlworker.rollouts.scoring.questions import LendFn, QuestionQueue
 from rlworker.tracking.terminal import log_start
 
 if TYPE_CHECKING:
@@ -60,9 +62,20 @@ def make_codec(config: RunConfig, model: ModelSpec) -> Codec:
 
 @contextmanager
 def running_loop(
-    config: RunConfig, environment: Environment, pool: ProcessPool, rollouts: Rollouts, codec: Codec
+    config: RunConfig,
+    environment: Environment,
+    pool: ProcessPool,
+    rollouts: Rollouts,
+    codec: Codec,
+    served: Mapping[str, Rollouts] = MappingProxyType({}),
+    lend: LendFn | None = None,
 ) -> Iterator[RolloutLoop]:
-    """Run a ``RolloutLoop`` in this context: ahead of the trainer with ``rollout.staleness``, else turn by turn."""
+    """Run a ``RolloutLoop`` in this context: ahead of the trainer with ``rollout.staleness``, else turn by turn.
+
+    Args:
+        served, lend: groups of served models by name, and their turns on shared devices, as ``QuestionQueue``.
+    """
+    questions = QuestionQueue(served, config.rollout.staleness > 0, lend)
     if config.rollout.staleness:
         from rlworker.rollouts.requests import RequestQueue
 
@@ -71,7 +84,7 @@ def running_loop(
         from rlworker.rollouts.turn_queue import TurnQueue
 
         queue = TurnQueue(rollouts)
-    with RolloutLoop(environment, pool, rollouts, queue, codec, config.environment.default_reward) as loop:
+    with RolloutLoop(environment, pool, rollouts, queue, codec, config.environment.default_reward, questions) as loop:
         yield loop
 
 

@@ -4,17 +4,19 @@ import json
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
 
+from engines.config.served import ClassifierSpec, ServedModel
 from engines.models.adapter_folder import CONFIG, WEIGHTS
 from engines.models.hf_folder import list_model_files
 from engines.models.hub import PREFIX, find_model, name_snapshot
 from engines.models.spec import ModelSpec
 from rlworker.config.sections import DataConfig
 from rlworker.data.sources import iterate_rows, list_files
-from rlworker.tracking.digests import FileDigest, digest_files
+from rlworker.tracking.digests import FileDigest, digest_file, digest_files
 from rlworker.tracking.step_lines import write_whole
 
 Digests = dict[str, dict[str, str]]
@@ -60,6 +62,7 @@ class Inputs:
         rows: Sequence[Any] = (),
         sources: Iterable[str] = (),
         adapters: str = "",
+        served: Mapping[str, ServedModel] = MappingProxyType({}),
     ) -> None:
         """Compare inputs with those that the run began with; of a new run, keep their digests for ``write``.
 
@@ -71,6 +74,7 @@ class Inputs:
             rows: rows as they were read, with their images.
             sources: paths of the rows to train on, if there are several.
             adapters: folder of the adapters that the actor starts from; empty where it starts from none.
+            served: served models by name; the files of judges are digested too.
 
         Raises:
             ValueError: the run in the folder began with other inputs; the message names them.
@@ -83,7 +87,12 @@ class Inputs:
         paths |= {f"data.heldout_sets {name}": path for name, path in data.heldout_sets.items()}
         found = {name: _digest_rows(path) for name, path in paths.items() if path and name not in self._held}
         recorded = self._read()
-        found |= _digest_models(models or {}, recorded) | _digest_images(rows)
+        named = {f"models.{name}": each for name, each in served.items()}
+        self.model_folders |= {each.spec.folder for each in named.values()}
+        every = {**(models or {}), **{f"{name}.model": each.spec for name, each in named.items()}}
+        found |= _digest_models(every, recorded) | _digest_images(rows)
+        files = {f"{name}.template": each.config.template for name, each in named.items() if each.config.template}
+        found |= {name: {"": digest_file(Path(file)).digest} for name, file in files.items()}
         found |= {_ADAPTERS: _spell_digests(digest_files(adapters, (CONFIG, WEIGHTS)))} if adapters else {}
         if changes := list(_list_changes(recorded, found)):
             raise ValueError(
@@ -98,7 +107,9 @@ class Inputs:
         path."""
         recorded = self._read()
         rows = {name.partition(" ")[0] for name in recorded if name.startswith("data.")}
-        return rows | {setting for setting, role in _MODELS.items() if role in recorded} | ({_ADAPTERS} & {*recorded})
+        served = {name for name in recorded if name.startswith("models.")}
+        roles = {setting for setting, role in _MODELS.items() if role in recorded}
+        return rows | roles | served | ({_ADAPTERS} & {*recorded})
 
     def write(self) -> str:
         """Write the digests of the held inputs into the run folder; returns a note if the run had no digests before."""
@@ -155,7 +166,7 @@ def _digest_images(rows: Sequence[Any]) -> Digests:
     )
 
 
-def _digest_models(models: Mapping[str, ModelSpec], recorded: Container[str]) -> Digests:
+def _digest_models(models: Mapping[str, ModelSpec | ClassifierSpec], recorded: Container[str]) -> Digests:
     """Digest the files of models; for a model in the hub's cache its commit suffices, unless its role has digests."""
     folders = {model.folder for role, model in models.items() if role in recorded or not name_snapshot(model.folder)[0]}
     of_folder = {folder: _spell_digests(digest_files(folder, list_model_files(folder))) for folder in folders}

@@ -23,6 +23,7 @@ from rlworker.trainers.stop import block_signals, graceful_stop
 
 if TYPE_CHECKING:
     from engines.models.spec import ModelSpec
+    from rlworker.config.memory import Served
     from rlworker.config.sft import SftConfig
 
 
@@ -117,7 +118,12 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     folder.check(config)
     models = config.check_models(folder.inputs.find_model)
     read_ends(models["actor"].folder, models["actor"].vocab)
-    _warn_of_memory(config, models)
+    served = {}
+    if isinstance(config, RunConfig) and config.models:
+        from rlworker.rollouts.scoring.group import check_served
+
+        served = check_served(config, folder.inputs.find_model)
+    _warn_of_memory(config, models, {name: each.spec for name, each in served.items()})
     check_trackers(config.trackers)
     config.choose_metric()  # refused here where it cannot be
     check, sources = check_rows, [config.data.train]
@@ -132,13 +138,13 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     return folder
 
 
-def _warn_of_memory(config: RunConfig | SftConfig, models: dict[str, ModelSpec]) -> None:
+def _warn_of_memory(config: RunConfig | SftConfig, models: dict[str, ModelSpec], served: Served) -> None:
     """Warn where a run on this machine alone is about to take more than its memory."""
     if get_platform(config.platform).visible_devices or os.environ.get("RAY_ADDRESS"):
         return  # devices have memory of their own, and a cluster has more machines
     from rlworker.config.memory import judge_machine
 
-    text, fits = judge_machine(config, models)
+    text, fits = judge_machine(config, models, served)
     if not fits:
         LOGGER.warning(f"memory: {text[0].lower()}{text[1:]}")
 

@@ -13,7 +13,6 @@ from ray.actor import ActorHandle
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, get_logprobs, get_values, require_tokens
 from engines.interfaces import LossFn
-from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.algorithms.advantages import AdvantageFn
 from rlworker.algorithms.distillation import add_reference, check_teachers
 from rlworker.algorithms.losses import Aggregation, token_mean
@@ -29,6 +28,7 @@ from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
 from rlworker.rollouts.running import make_codec, read_sources, running_loop, set_limits
+from rlworker.rollouts.scoring.group import check_served, start_groups
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock
@@ -39,7 +39,7 @@ from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits
 from rlworker.trainers.canary import Canary
 from rlworker.trainers.run import Run
-from rlworker.trainers.run_processes import list_groups
+from rlworker.trainers.run_processes import list_groups, list_warnings
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
 
@@ -84,6 +84,7 @@ class Trainer(Run[RunConfig]):
         self.environment = make_environment(environment)
         pickle_environment(self.environment)  # refused here where it cannot be sent
         self.models = config.check_models(self.folder.inputs.find_model)
+        self.served = check_served(config, self.folder.inputs.find_model)
         actor = self.models["actor"]
         self.codec = make_codec(config, actor)
         self.tokenizer, sets = self.codec.tokenizer, config.data.heldouts
@@ -93,7 +94,7 @@ class Trainer(Run[RunConfig]):
         self.rows, self.heldout = train.rows, dict(zip(sets, (each.rows for each in heldout), strict=True))
         held_out = [row for rows in self.heldout.values() for row in rows]
         every, sources = [*self.rows, *held_out], config.curriculum.weigh_sources(config.data.train)
-        self.folder.inputs.hold(config.data, self.models, every, sources, config.actor.lora.start)
+        self.folder.inputs.hold(config.data, self.models, every, sources, config.actor.lora.start, self.served)
         check_teachers(self.rows, config, self.models)
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": sum(each.skipped for each in heldout)}
@@ -116,9 +117,11 @@ class Trainer(Run[RunConfig]):
         if config.placement.colocate:
             trainers = [self.start_processes(StartingGroup(*group)) for group in list_groups(config, self.models)]
             rollouts = self.start_processes(Rollouts(*sizes, trainers[0].list_device_slots))
+            served = start_groups(self.served, config, self.start_processes, trainers[0].list_device_slots)
         else:
             rollouts = self.start_processes(self.starting_rollouts or Rollouts(*sizes))
             rollouts.start(self.models["actor"], config.rollout)  # before the trainers: vLLM takes longest
+            served = start_groups(self.served, config, self.start_processes)
             trainers = [self.start_processes(StartingGroup(*group)) for group in list_groups(config, self.models)]
         with self._phase(clock, "start_trainers"):
             self.wait_for_trainers()
@@ -131,9 +134,14 @@ class Trainer(Run[RunConfig]):
         pool = self.start_processes(ProcessPool(self.environment, self.codec, *processes))
         with self._phase(clock, "start_rollouts"):  # what they need beyond the trainers, beside which they start
             self.rollouts = rollouts.wait()
-        loop = self.running.enter_context(running_loop(config, self.environment, pool, self.rollouts, self.codec))
+            for group in served.values():
+                self.devices.wait_for_served(group)
+        parts = self.environment, pool, self.rollouts, self.codec, served, self.devices.lend
+        loop = self.running.enter_context(running_loop(config, *parts))
         if config.recovery.restarts:
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
+            for group in served.values():
+                group.replace_engines(self.note_lost)
             loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = self.codec, self.rows, self.rollouts, loop, self._phase, self._warn, self.curriculum
@@ -153,13 +161,8 @@ class Trainer(Run[RunConfig]):
     def begin(self) -> None:
         super().begin()
         LOGGER.info(describe_limits(self.config, self.floor))
-        for warning in list_rollout_warnings(self.config.rollout.attention_override):
+        for warning in list_warnings(self.config):
             LOGGER.warning(warning)
-        if self.config.rollout.staleness and self.config.importance == "none":
-            LOGGER.warning(
-                "algorithm.importance=none with rollouts that run ahead: nothing corrects for tokens of older weights, "
-                "which can undo what was learned; leave it out, or set --rollout.staleness 0"
-            )
 
     def step(self) -> tuple[dict[str, float], list[dict]]:
         """Take one step, a rollout and its update, and return its metrics and some of its samples."""
@@ -170,8 +173,7 @@ class Trainer(Run[RunConfig]):
             return self._count_empty_step(metrics, clock), []
         self.empty_steps = 0
         batch = batch_groups(groups, self.models["actor"].vision)
-        if self.config.rollout.top_k:
-            batch = replay_support(batch)
+        batch = replay_support(batch) if self.config.rollout.top_k else batch
         if self.config.algorithm.samples_greedily:
             with self._phase(clock, "greedy"):
                 rewards = self.manager.score_greedy([group[0].row for group in groups]).values
@@ -196,10 +198,8 @@ class Trainer(Run[RunConfig]):
             metrics |= step_metrics.measure_memory(self.processes)
         self.steps_done += 1
         metrics |= step_metrics.measure_flops(self.models, batch, metrics, clock.seconds["time_update"])
-        metrics["logprob_diff_limit"] = self.config.find_logprob_limits(self.floor)[0]
+        metrics |= step_metrics.list_limits(self.config, self.floor)
         metrics |= step_metrics.measure_batch(batch) | self.manager.measure_ahead(batch, version)
-        if approximate := self.config.rollout.attention_override:
-            metrics["approximate_rules"] = len(approximate)
         return step_metrics.complete_step(metrics, version, clock.total()), self.manager.pick(groups)
 
     def _count_empty_step(self, metrics: dict[str, float], clock: StepClock) -> dict[str, float]:

@@ -36,7 +36,7 @@ from rlworker.trainers.stop import Stop
 from rlworker.validation.patience import describe_stall, has_stalled
 
 Config = TypeVar("Config", bound=TrainingConfig)
-Processes = TypeVar("Processes", Rollouts, StartingGroup, ProcessPool)
+Processes = TypeVar("Processes", bound=Rollouts | StartingGroup | ProcessPool)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 """Errors of writing to a disk that is full, gone or read-only."""

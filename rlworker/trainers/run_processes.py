@@ -1,8 +1,9 @@
-"""The training processes of an RL run, and the engines that each group of processes holds."""
+"""The training processes of an RL run, the engines that each group of processes holds, and warnings about them."""
 
 from collections.abc import Iterator, Mapping
 
 from engines.models.spec import ModelSpec
+from hardware.attention.rollouts import list_rollout_warnings
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
 
@@ -24,3 +25,15 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
     yield "actor", config.platform, shared, config.seed
     for name in dict.fromkeys(config.placement.dedicated_devices):
         yield name, config.platform, (roles[name],), config.seed
+
+
+def list_warnings(config: RunConfig) -> list[str]:
+    """List warnings about the rollouts of a run."""
+    warnings = list_rollout_warnings(config.rollout.attention_override)
+    if config.rollout.staleness and config.importance == "none":
+        warnings = [
+            *warnings,
+            "algorithm.importance=none with rollouts that run ahead: nothing corrects for tokens of older weights, "
+            "which can undo what was learned; leave it out, or set --rollout.staleness 0",
+        ]
+    return [*warnings]

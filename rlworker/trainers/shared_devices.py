@@ -1,13 +1,14 @@
 """Colocation: trainers and rollout engines on the same devices, one after the other."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from engines.interfaces import OffloadPart, Tag
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import RolloutWorker, TrainWorker
+from rlworker.rollouts.scoring.group import ScoringGroup
 
 OFFLOAD_PARTS: tuple[OffloadPart, ...] = ("weights", "gradients", "optimizer")
 
@@ -61,6 +62,7 @@ class SharedDevices:
         self.groups: dict[str, WorkerGroup] = {}
         self._rollouts: Rollouts | None = None
         self._occupancy: Occupancy | None = None
+        self._served: list[Rollouts] = []
 
     def begin(self, rollouts: Rollouts) -> None:
         """Share devices from now on. The rollout engines have the devices first, while they start."""
@@ -74,6 +76,8 @@ class SharedDevices:
         if phase == "restart":  # new trainers hold everything as they start
             self._occupancy = None
             self._rollouts.call_alive(RolloutWorker.sleep, _LEARNING.level)
+            for group in self._served:
+                group.call_alive(RolloutWorker.sleep, 1)
         elif (occupancy := PHASES.get(phase)) and occupancy != self._occupancy:
             self._move(occupancy)
 
@@ -99,6 +103,32 @@ class SharedDevices:
         """Move the trainers off the devices, since new rollout engines need all memory to start."""
         if self._rollouts:
             self._offload(Occupancy())
+
+    def wait_for_served(self, group: ScoringGroup) -> None:
+        """Wait until the engines of a served model have loaded it; on shared devices they begin now, and then sleep."""
+        if self._rollouts:
+            self._rollouts.call(RolloutWorker.sleep, 1)
+            group.begin().wait()
+            group.call(RolloutWorker.sleep, 1)
+            self._rollouts.call(RolloutWorker.wake, _SAMPLING.engines)
+            self._served.append(group)
+        else:
+            group.wait()
+
+    @property
+    def lend(self) -> Callable[[Rollouts], AbstractContextManager[None]] | None:
+        """``lending_to`` on shared devices; None where engines have devices of their own."""
+        return self.lending_to if self._rollouts else None
+
+    @contextmanager
+    def lending_to(self, group: Rollouts) -> Iterator[None]:
+        """Give the engines of a served model the devices in this context, while the rollout engines sleep."""
+        assert self._rollouts
+        self._rollouts.call(RolloutWorker.sleep, 1)
+        group.call(RolloutWorker.wake, _SAMPLING.engines)
+        yield
+        group.call_alive(RolloutWorker.sleep, 1)
+        self._rollouts.call(RolloutWorker.wake, _SAMPLING.engines)
 
     @contextmanager
     def lending_weights(self) -> Iterator[None]:

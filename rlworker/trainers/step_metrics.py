@@ -9,6 +9,7 @@ from engines.models.spec import ModelSpec
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup
 from rlworker.cluster.watch import wait_for
+from rlworker.config.run import RunConfig
 
 _RATES = {"actor": "lr", "critic": "critic_lr"}
 """Role -> metric of the optimizer steps that it took."""
@@ -59,6 +60,17 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
         metrics["explained_variance"] = 1 - _compute_variance(returns - values) / max(_compute_variance(returns), 1e-8)
         metrics["value_mean"] = float(values.mean())
     return metrics
+
+
+def list_limits(config: RunConfig, floor: float | None) -> dict[str, float]:
+    """List the limit on the mean |rollout - trainer logprob|, and the number of refused attention rules in use.
+
+    Args:
+        floor: as of ``RunConfig.find_logprob_limits``.
+    """
+    approximate = config.rollout.attention_override
+    limits: dict[str, float] = {"logprob_diff_limit": config.find_logprob_limits(floor)[0]}
+    return limits | ({"approximate_rules": len(approximate)} if approximate else {})
 
 
 def measure_flops(

@@ -26,6 +26,7 @@ from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import describe_trajectory
 from rlworker.rollouts.running import make_codec, running_loop, set_limits
+from rlworker.rollouts.scoring.group import check_served, start_groups
 from rlworker.tracking.log import format_table
 from rlworker.tracking.provenance import collect_provenance
 from rlworker.tracking.terminal import LOGGER, log_start
@@ -88,6 +89,7 @@ class Evaluation:
         self.model = ModelSpec.from_folder(find_model(config.model))
         check_folder(self.model)
         check_rollout(self.model, config.platform, config.rollout)
+        self.served = check_served(config, find_model)
         for path in config.data.heldouts.values():
             check_rows(path, config.data)
         self.codec = make_codec(config, self.model)
@@ -114,20 +116,24 @@ class Evaluation:
         config = self.config
         os.environ.update(get_platform(config.platform).get_driver_env())
         running.enter_context(limiting_stalls(config.recovery.stall_timeout_s))
-        running.enter_context(running_ray(config.rollout.devices, config.platform))
-        sizes = config.rollout.engines, config.rollout.tp
-        check_room([ResourceRequest("rollout engines", config.platform, *sizes)])
-        rollouts = running.enter_context(Rollouts(config.platform, *sizes)).start(self.model, config.rollout)
+        engines = {"rollout": config.rollout} | config.models
+        running.enter_context(running_ray(sum(each.devices for each in engines.values()), config.platform))
+        sizes = [(f"{name} engines", config.platform, each.engines, each.tp) for name, each in engines.items()]
+        check_room([ResourceRequest(*each) for each in sizes])
+        rollouts = running.enter_context(Rollouts(*sizes[0][1:])).start(self.model, config.rollout)
+        served = start_groups(self.served, config, running.enter_context)
         limits = set_limits(config), config.environment.workers, folder / ENVIRONMENT_LOG
         pool = running.enter_context(ProcessPool(self.environment, self.codec, *limits))
 
         def name_workers():
-            return rollouts.name_workers() | pool.name_workers()
+            groups = [rollouts, *served.values(), pool]
+            return {name: worker for group in groups for name, worker in group.name_workers().items()}
 
         with naming_failures("phase start_rollouts", name_workers):
-            rollouts.wait()
+            for group in (rollouts, *served.values()):
+                group.wait()
         log_start(f"rollout engines are up: {len(rollouts.workers)}")
-        loop = running.enter_context(running_loop(config, self.environment, pool, rollouts, self.codec))
+        loop = running.enter_context(running_loop(config, self.environment, pool, rollouts, self.codec, served))
         parts = self.codec, [], rollouts, loop, lambda *_: nullcontext(), LOGGER.warning
         with naming_failures("phase evaluate", name_workers):
             return validate(RolloutManager(config, *parts), self.rows)

@@ -19,7 +19,8 @@ def show_help(parse: partial, default: Any, following: Sequence[str]) -> None:
     section, with a list of all sections.
     """
     sections = {f.name: getattr(default, f.name) for f in fields(default)}
-    sections = {name: value for name, value in sections.items() if is_dataclass(value)}
+    models = {name: next(iter(value.values())) for name, value in sections.items() if name == "models"}  # any of them
+    sections = {name: value for name, value in sections.items() if is_dataclass(value)} | models
     section = next((word for word in following[:1] if not word.startswith("-")), "")
     if section and section not in sections:
         sys.exit(f"error: --help {section}: there is no such section; take one of {', '.join(sections)}")

@@ -16,13 +16,19 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import Context, copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from rlworker.environments.endpoint import replies
 from rlworker.environments.endpoint.conversation import ENDED, Call, Conversation, Turn
 from rlworker.environments.endpoint.protocol import ApiError, Body, ChatBody, TextBody, read_body
+from rlworker.environments.episode import Episode
+from rlworker.environments.policy import Endpoint, EpisodeLimits
+
+if TYPE_CHECKING:
+    from rlworker.data.rows import Row
+    from rlworker.environments.processes.timing import RunningEpisode
 from rlworker.environments.user_code import describe_error
 
 LOGGER = logging.getLogger(__name__)
@@ -181,6 +187,31 @@ class EndpointServer:
             return await answer
         finally:
             watching.cancel()
+
+
+class Endpoints:
+    """The servers of a process, one for each address at which an environment wants to be called.
+
+    Args:
+        loop: the event loop in which the environments run. limits: limits of each episode.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limits: EpisodeLimits):
+        self._loop, self._limits = loop, limits
+        self._servers: dict[str, EndpointServer] = {}
+
+    def open(self, running: RunningEpisode, row: Row, tool_parser: str, host: str) -> Endpoint:
+        """Open the endpoint of an episode, as ``Policy.endpoint`` says."""
+        if running.conversation:
+            raise ValueError("endpoint: this episode has one; call policy.endpoint once and hand its base_url on")
+        if host not in self._servers:
+            self._servers[host] = EndpointServer(self._loop, host)
+        running.conversation = Conversation(running, Episode(row), tool_parser, self._limits)
+        return Endpoint(self._servers[host].open(running.conversation), running.conversation.episode)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
 
 
 def _find_address() -> str:

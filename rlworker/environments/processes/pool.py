@@ -23,7 +23,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.progress import NodeLost, WorkerNode, find_nodes
 from rlworker.environments.processes.worker import EnvWorker
-from rlworker.environments.record import HELD, IDLE, Job, LostWorker, Reply, Sample
+from rlworker.environments.record import HELD, IDLE, Job, LostWorker, Reply, Sample, Verdict
 from rlworker.environments.reward import Environment
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
@@ -154,13 +154,20 @@ class ProcessPool:
         for node in self.nodes:
             node.close()
 
-    def begin(self, slot: int, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> None:
-        """Send jobs and samples to the process of a slot, as arguments of ``EnvRunner.advance``.
+    def begin(
+        self,
+        slot: int,
+        jobs: Sequence[Job],
+        samples: Mapping[int, Sample],
+        longest_s: float | None,
+        verdicts: Mapping[int, Mapping[int, Verdict]],
+    ) -> None:
+        """Send jobs, samples and verdicts to the process of a slot, as arguments of ``EnvRunner.advance``.
 
         The process must have replied to the message before.
         """
         process = self._processes[slot]
-        process.reply = process.worker.advance.remote(pickle.dumps((jobs, samples, longest_s), protocol=5))
+        process.reply = process.worker.advance.remote(pickle.dumps((jobs, samples, longest_s, verdicts), protocol=5))
         process.progress, process.changed, process.looked = [], time.monotonic(), time.monotonic()
 
     @property

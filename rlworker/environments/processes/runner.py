@@ -1,4 +1,4 @@
-"""Run the episodes of one process side by side on one event loop, until each waits for a sample or has ended."""
+"""Run the episodes of one process side by side on one event loop, until each waits for the driver or has ended."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.episode import Episode, RewardError
-from rlworker.environments.policy import Endpoint, EpisodeLimit, EpisodeLimits, Policy, ToolFailure
-from rlworker.environments.processes.timing import (
-    ReportFn,
-    RunningEpisode,
-    StepTimer,
-    TimedCoroutine,
-    is_ours,
-)
-from rlworker.environments.record import Ask, FailureKind, Job, Reply, Sample, digest_ids
+from rlworker.environments.policy import Endpoint, EpisodeLimit, EpisodeLimits, NoVerdict, Policy, ToolFailure
+from rlworker.environments.processes.timing import ReportFn, RunningEpisode, StepTimer, TimedCoroutine, is_ours
+from rlworker.environments.record import Ask, FailureKind, Job, Question, Reply, Sample, Verdict, digest_ids
 from rlworker.environments.reward import Environment, GroupCall, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
 if TYPE_CHECKING:
     from rlworker.data.rows import Row
-    from rlworker.environments.endpoint.server import EndpointServer
+    from rlworker.environments.endpoint.server import Endpoints
     from rlworker.environments.tools.runner import ToolRunner
 
 _TICK_S = 0.1
@@ -55,22 +51,29 @@ class EnvRunner:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._tools: ToolRunner | None = None
-        self._servers: dict[str, EndpointServer] = {}  # by the address at which each listens
+        self._endpoints: Endpoints | None = None
         self._live: dict[int, RunningEpisode] = {}
         self._backlog: deque[RunningEpisode] = deque()  # which have not begun
         self._groups: dict[int, list[tuple[RunningEpisode, GroupCall]]] = {}
         self._is_immediate = getattr(environment, "is_immediate", False)
-        self._active = 0  # live episodes that do not wait for a sample
+        self._active = 0  # live episodes that wait for neither a sample nor a verdict
         self._settled: asyncio.Future | None = None
         self._reply = Reply()
 
-    def advance(self, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> Reply:
-        """Run all episodes until each waits for a sample or has ended, or ``longest_s`` have passed.
+    def advance(
+        self,
+        jobs: Sequence[Job],
+        samples: Mapping[int, Sample],
+        longest_s: float | None,
+        verdicts: Mapping[int, Mapping[int, Verdict]] = MappingProxyType({}),
+    ) -> Reply:
+        """Run all episodes until each waits for a sample or a verdict or has ended, or ``longest_s`` have passed.
 
         Args:
             jobs: episodes to begin.
             samples: number of a waiting episode -> its sample. A sample for an episode that has ended is dropped.
             longest_s: seconds after which it replies although some episodes still run; None sets no limit.
+            verdicts: number of a waiting episode -> verdicts on its questions, by their numbers.
         """
         end = None if longest_s is None else time.monotonic() + longest_s
         whole = [sample for job in jobs for _, sample in job.samples] + [*samples.values()]
@@ -80,9 +83,10 @@ class EnvRunner:
             known = [(digest, decoded.popleft()) for digest, _ in job.samples]
             self._backlog.append(RunningEpisode(self, job, known))
         with using_codec(self.codec):
-            for number, sample in zip(samples, decoded, strict=True):
-                if number in self._live:
-                    self._hand_on(self._live[number], sample)
+            came = dict(zip(samples, decoded, strict=True))
+            for running in [self._live[number] for number in {**came, **verdicts} if number in self._live]:
+                self._active += running.awaits_driver
+                running.hand_on(came.get(running.number), verdicts.get(running.number, {}))
             if self._is_immediate:
                 self._run_immediately(end)
             else:
@@ -100,8 +104,8 @@ class EnvRunner:
             if running.conversation:
                 running.conversation.close()
         self._loop.run_until_complete(asyncio.sleep(0))
-        for server in self._servers.values():
-            server.close()
+        if self._endpoints:
+            self._endpoints.close()
         if self._tools:
             self._tools.close()
         self._loop.close()
@@ -171,8 +175,9 @@ class EnvRunner:
             return "blocked", f"held its process for {self.limits.time_limit_s:g} s, {error}"
         if isinstance(error, Exception) and running.conversation and (limit := running.conversation.limit):
             return "limit", f"{limit}; the agent was told so and ended by {describe_error(error, is_ours)}"
-        kind = error.kind if isinstance(error, RewardError) else "raised"
-        return "limit" if isinstance(error, EpisodeLimit) else kind, describe_error(error, is_ours)
+        kinds: dict[type, FailureKind] = {EpisodeLimit: "limit", NoVerdict: "no_verdict"}
+        kind = error.kind if isinstance(error, RewardError) else kinds.get(type(error), "raised")
+        return kind, describe_error(error, is_ours)
 
     def _check_result(self, running: RunningEpisode, result: Any) -> tuple[FailureKind, str] | None:
         if not isinstance(result, Episode):
@@ -193,7 +198,7 @@ class EnvRunner:
         del self._live[running.number]
         if running.conversation:
             running.conversation.close()
-        if not running.future:
+        if not running.awaits_driver:
             self._note_settled()
         episode = running.episode or (result if isinstance(result, Episode) else None)
         if failure:
@@ -201,6 +206,7 @@ class EnvRunner:
         counts = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
         written = (
             {"rewards": tuple(episode.rewards), "forks": episode.forks, "answer": str(episode.answer)}
+            | {"parts": tuple(episode.parts.items())}
             if episode
             else {}
         )
@@ -233,29 +239,36 @@ class EnvRunner:
         else:
             parser = (episode.tool_parser, episode.tools) if episode.tool_parser else None
             self._reply.asks.append(Ask(running.number, is_fork, context, max_tokens, stops, parser, episode.logprobs))
-            sample = await self._wait(running)
+            try:
+                sample = await self._await_driver(running, partial(setattr, running, "future"))
+            except asyncio.CancelledError:
+                running.gave_up = True
+                raise
         episode.add_sample(sample.token_ids)
         running.known_segments = len(episode.sequences), len(episode.sequences[-1])
         return sample
 
-    async def _wait(self, running: RunningEpisode) -> Sample:
-        future = running.future = self._loop.create_future()
+    async def _await_driver(self, running: RunningEpisode, keep: Callable[[asyncio.Future], None]) -> Any:
+        """Wait for what the driver sends; ``keep`` gets the future of it."""
+        if not running.awaits_driver:
+            self._note_settled()
+        keep(future := self._loop.create_future())
         running.waits += 1
-        self._note_settled()
         try:
             return await future
-        except asyncio.CancelledError:
-            running.gave_up = True
-            raise
         finally:
             running.waits -= 1
 
-    def _hand_on(self, running: RunningEpisode, sample: Sample) -> None:
-        assert running.future
-        future, running.future = running.future, None
-        self._active += 1
-        if not future.done():  # an environment may give up a task of its own that waits for it
-            future.set_result(sample)
+    async def ask_model(self, policy: Policy, model: str, content: Any) -> Verdict:
+        """Carry out ``Policy.judge`` and ``Policy.score``."""
+        running = self._live.get(policy.number)
+        if running is None or running is not policy:
+            raise RuntimeError("judge: this episode has ended; await all verdicts before you return")
+        call, running.asked = running.asked, running.asked + 1
+        if call in running.known_verdicts:
+            return running.known_verdicts.pop(call)
+        self._reply.questions.append(Question(running.number, call, model, content))
+        return await self._await_driver(running, partial(running.questions.__setitem__, call))
 
     async def call_tool(
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
@@ -282,16 +295,10 @@ class EnvRunner:
 
     def open_endpoint(self, policy: Policy, row: Row, tool_parser: str, host: str) -> Endpoint:
         """Carry out ``Policy.endpoint``."""
-        from rlworker.environments.endpoint.conversation import Conversation
-        from rlworker.environments.endpoint.server import EndpointServer
+        from rlworker.environments.endpoint.server import Endpoints  # most environments have none
 
-        running = self._live[policy.number]
-        if running.conversation:
-            raise ValueError("endpoint: this episode has one; call policy.endpoint once and hand its base_url on")
-        if host not in self._servers:
-            self._servers[host] = EndpointServer(self._loop, host)
-        running.conversation = Conversation(running, Episode(row), tool_parser, self.limits)
-        return Endpoint(self._servers[host].open(running.conversation), running.conversation.episode)
+        self._endpoints = self._endpoints or Endpoints(self._loop, self.limits)
+        return self._endpoints.open(self._live[policy.number], row, tool_parser, host)
 
     # -- time
 
@@ -319,13 +326,13 @@ class EnvRunner:
             self._settled = None
 
     def _note_settled(self) -> None:
-        """Note that an episode waits for a sample or has ended."""
+        """Note that an episode begins to wait for the driver or has ended."""
         self._active -= 1
         if not self._active and self._settled and not self._settled.done():
             self._settled.set_result(None)
 
     def _tick(self) -> None:
-        """End episodes that await for too long something that is neither a sample nor a tool."""
+        """End episodes that await for too long something that is neither a sample, a tool nor a verdict."""
         self.timer.turn_idle()
         for running in list(self._live.values()):
             if running.task and running.task.done():  # it was interrupted between two lines of ours

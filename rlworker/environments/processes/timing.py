@@ -10,7 +10,7 @@ import asyncio
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from rlworker.environments.episode import Episode
 from rlworker.environments.policy import Host, Policy
-from rlworker.environments.record import IDLE, Job, Sample, Segment
+from rlworker.environments.record import IDLE, Job, Sample, Segment, Verdict
 
 if TYPE_CHECKING:  # most environments have no endpoint
     from rlworker.environments.endpoint.conversation import Conversation
@@ -39,11 +39,12 @@ class RunningEpisode(Policy):
         samples: the job's samples, decoded, each with the digest of the context that it followed.
 
     Attributes:
-        known_samples, known_tools: samples and tool outcomes of an earlier run of the episode, which are used before
-            any new one is requested.
+        known_samples, known_tools, known_verdicts: samples, tool outcomes and verdicts of an earlier run of the
+            episode, which are used before any new one is requested.
         known_segments: number of sequences that the driver knows, and number of segments of the last of them.
         future: the sample that it waits for; None while it waits for none.
-        waits: number of samples and tools that it waits for.
+        questions: number of a question -> the verdict that it waits for.
+        waits: number of samples, tools and verdicts that it waits for.
         used_s: seconds that count towards its time limit.
         left_at: time at which its last step ended, on the clock of ``StepTimer``.
         gave_up: whether it requested a sample and cancelled its wait.
@@ -53,10 +54,11 @@ class RunningEpisode(Policy):
     def __init__(self, host: Host, job: Job, samples: Iterable[tuple[int, Sample]]):
         super().__init__(host, job.number, job.seed)
         self.row, self.group, self.group_size = job.row, job.group, job.group_size
-        self.known_samples, self.known_tools = deque(samples), job.tools
+        self.known_samples, self.known_tools, self.known_verdicts = deque(samples), job.tools, dict(job.verdicts)
         self.known_segments: tuple[int, int] = 1, 1
         self.future: asyncio.Future[Sample] | None = None
-        self.waits = self.tool_calls = self.tool_failures = 0
+        self.questions: dict[int, asyncio.Future[Verdict]] = {}
+        self.waits = self.tool_calls = self.tool_failures = self.asked = 0
         self.used_s = self.left_at = 0.0
         self.has_ended = self.gave_up = False
         self.task: asyncio.Task | None = None
@@ -64,9 +66,27 @@ class RunningEpisode(Policy):
         self.conversation: Conversation | None = None
 
     @property
+    def awaits_driver(self) -> bool:
+        """Tell whether it waits for a sample or a verdict, which the driver sends."""
+        return self.future is not None or bool(self.questions)
+
+    @property
     def turn(self) -> int:
         """Number of turns that it has sampled."""
         return self.episode.turns if self.episode else 0
+
+    def hand_on(self, sample: Sample | None, verdicts: Mapping[int, Verdict]) -> None:
+        """Hand the episode everything that it waits for, so that it goes on."""
+        if sample:
+            assert self.future
+            future, self.future = self.future, None
+            if not future.done():  # an environment may give up a task of its own that waits for it
+                future.set_result(sample)
+        for call, verdict in verdicts.items():
+            if not (asked := self.questions.pop(call, None)):
+                self.known_verdicts[call] = verdict  # it was begun anew, and has not asked again so far
+            elif not asked.done():
+                asked.set_result(verdict)
 
     def find_context(self, episode: Episode) -> tuple[bool, Segment]:
         """Return whether the last sequence is new to the driver, and its tokens that the driver does not know."""

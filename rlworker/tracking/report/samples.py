@@ -61,7 +61,8 @@ def show_sample(sample: dict) -> dict:
     turns = [turn | {"thumbnails": make_thumbnails(turn.get("images", ()))} for turn in sample.get("turns", ())]
     turns = [turn | {"text": cut_text(turn["text"])} for turn in turns]
     images = () if turns else sample.get("images", ())  # an episode shows them in the turns that they came in
-    texts = {name: cut_text(sample[name]) for name in ("prompt", "completion", "answer") if name in sample}
+    texts: dict = {name: cut_text(sample[name]) for name in ("prompt", "completion", "answer") if name in sample}
+    texts["verdicts"] = [verdict | {"text": cut_text(verdict["text"])} for verdict in sample.get("verdicts", ())]
     return sample | texts | {"thumbnails": make_thumbnails(images), "turns": turns}
 
 
@@ -76,9 +77,10 @@ def cut_text(text: str) -> str:
 def _count_bytes(sample: dict) -> int:
     """Count the bytes that a sample takes in the page."""
     rows = sample["turns"] or [{"text": sample.get("prompt", "") + sample.get("completion", "")} | sample]
-    texts = sum(len(escape(row["text"]).encode("utf-8", "xmlcharrefreplace")) for row in rows)
+    texts = sum(len(escape(row["text"]).encode("utf-8", "xmlcharrefreplace")) for row in [*rows, *sample["verdicts"]])
     images = sum(len(data) + 2 * len(path) for row in rows for path, data in row["thumbnails"])
-    return texts + images + _ROW_BYTES * (len(rows) + 1) + len(sample.get("answer", ""))
+    rows_shown = len(rows) + len(sample["verdicts"]) + 1
+    return texts + images + _ROW_BYTES * rows_shown + len(sample.get("answer", ""))
 
 
 def make_thumbnails(paths: Sequence[str]) -> list[tuple[str, str]]:

@@ -103,7 +103,7 @@ def test_settings_that_distillation_excludes_are_refused():
     without = replace(DISTILL, kl_coef=0.0)  # as a command line turns off a recipe's
     assert make_objective(RunConfig(algorithm=without, distill=DistillConfig(top_k=4))).loss is reverse_kl
     several = DistillConfig({"sums": "A"}, 4)
-    models = RunConfig(model="M", algorithm=AlgorithmConfig(name="distill"), distill=several).models
+    models = RunConfig(model="M", algorithm=AlgorithmConfig(name="distill"), distill=several).roles
     assert models == {"actor": "M", "teacher sums": "A"}
     for settings, message in (
         (dict(distill=DistillConfig(top_k=4)), r"top_k=4 are of distillation, .* set --algorithm\.name distill"),

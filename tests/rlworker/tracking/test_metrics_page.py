@@ -19,7 +19,7 @@ from support.rollout_workers import make_completions
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.batch.shard import TokenOutputs, ValueOutputs
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, ServedModelConfig, VllmConfig
 from rlworker.algorithms.losses import kl_k3, policy_loss, truncated_importance
 from rlworker.algorithms.objective import make_objective
 from rlworker.config.algorithm import AlgorithmConfig, DistillConfig
@@ -28,7 +28,7 @@ from rlworker.config.sft import SftConfig
 from rlworker.config.validation import ValidationConfig
 from rlworker.data.examples import Example
 from rlworker.data.rows import Row
-from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory
+from rlworker.environments.record import CONTEXT, FailureKind, Segment, Trajectory, Verdict
 from rlworker.rollouts.curriculum import Curriculum
 from rlworker.tracking.log import RunLog
 from rlworker.tracking.run_folder import RunFolder, Score
@@ -82,7 +82,7 @@ class Loop:
     one half of the ways, of one in the other.
     """
 
-    environment_seconds, workers = 0.0, (None,)
+    environment_seconds, workers, questions = 0.0, (None,), SimpleNamespace(seconds=0.0)
 
     def __init__(self, trainer, alike: bool, turns: int):
         self.trainer, self.alike, self.turns = trainer, alike, turns
@@ -103,7 +103,10 @@ class Loop:
             segments.append(Segment(completion.token_ids, turn, (), completion))
         failure = (kind, "") if (kind := next(self.kinds[sampling.temperature != 1.0])) else None
         reward = 0.0 if self.alike else float(place % 2)
-        return Trajectory(row, (tuple(segments),), ((0, reward),), failure, answer="2")
+        served = (
+            {"parts": (("judge", 1.0),), "verdicts": (("judge", Verdict(1.0)),)} if self.trainer.config.models else {}
+        )
+        return Trajectory(row, (tuple(segments),), ((0, reward),), failure, answer="2", **served)
 
     def sample(self, sampling, count: int):
         logprobs = [] if sampling.temperature == 0 else [LOGPROB] * 2
@@ -138,7 +141,8 @@ def start_nothing() -> list:
 
 
 def name_generally(name: str) -> str:
-    """Name a metric as the page does: of any part of the prompts, any held-out set, and any number of samples."""
+    """Name a metric as the page does: of any part of the prompts or the reward, any held-out set, any samples."""
+    name = re.sub("^(reward|verdicts|unreadable)_judge", r"\1_NAME", name)
     name = re.sub("^curriculum/[^/]+/", "curriculum/PART/", re.sub("^heldout/hard", "heldout", name))
     return re.sub(r"(pass|maj)_at_\d+$", r"\1_at_k", re.sub(r"mean_at_\d+$", "mean_at_n", name))
 
@@ -217,6 +221,7 @@ def fields(tmp_path, monkeypatch) -> set[str]:
         rl_fields(tmp_path / "grpo", algorithm=algorithm, loss=correcting, rollout=approximate, validation=sampled)
         | rl_fields(tmp_path / "ppo", algorithm=in_reward, critic=critic)
         | rl_fields(tmp_path / "turns", turns=2)
+        | rl_fields(tmp_path / "judged", models={"judge": ServedModelConfig("FOLDER", template="FILE")})
         | rl_fields(tmp_path / "centered", algorithm=centering)
         | rl_fields(tmp_path / "distilled", algorithm=distilling, distill=DistillConfig(top_k=TOP))
         | rl_fields(tmp_path / "curriculum", curriculum=curriculum)
@@ -257,6 +262,7 @@ MADE_IN = (
 OTHER_KEYS = {"prompt", "completion", "answer", "images", "actor", "reference", "critic", "rollouts", "folder"}
 OTHER_KEYS |= {"first_rollout", "rows", "by", "text", "learns", "outcome", "fork", "turns", "aggregation", "advantage"}
 OTHER_KEYS |= {"curriculum", "rates", "passed_over", "open_buckets", "window", "source_credits", "bucket_credits"}
+OTHER_KEYS |= {"parts", "value", "verdicts", "model"}
 OTHER_KEYS |= {"queues", "picks", "center", "surrogate", "prompts", "table", "set", "source", "greedy"}
 OTHER_KEYS |= {"time_save", "time_restart", "time_restore"}
 """Keys there that are none: samples, turns, arguments, roles and states; and phases whose time nothing keeps."""

@@ -227,7 +227,8 @@ def test_an_episode_is_shown_turn_by_turn(folder):
     episode = {"prompt": "Look: ", "completion": "", "answer": "red", "reward": -0.75, "version": 3, "turns": turns}
     one_turn = {"prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.0, "version": 3}
     (folder / "rollouts").mkdir()
-    lines = [one_turn, episode | {"outcome": "ok"}, episode | {"outcome": "blocked: turn 1: chat.py:7"}]
+    judged = {"verdicts": [{"model": "grader", "value": 0.125, "text": "<i>bad</i>"}]}
+    lines = [one_turn, episode | {"outcome": "ok"}, episode | judged | {"outcome": "blocked: turn 1: chat.py:7"}]
     (folder / "rollouts" / "step_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(folder).read_text().partition("Sample rollouts")[2]
     completions, *episodes = page.partition("<script")[0].split('<div class="episode">')
@@ -241,6 +242,7 @@ def test_an_episode_is_shown_turn_by_turn(folder):
     kinds = re.findall("data:image/(.*?);base64,", rows[2])
     assert kinds == ["png", "jpeg"] and "[gone.png]" in rows[2], "of a drawing PNG is smaller, of a photograph JPEG"
     assert "blocked" not in episodes[0] and '<b class="bad">blocked: turn 1: chat.py:7</b>' in episodes[1]
+    assert '<th>grader</th><td class="text">&lt;i&gt;bad&lt;/i&gt;</td><td class="given">0.125</td>' in episodes[1]
 
 
 def test_samples_are_of_the_first_and_last_steps_that_the_run_has_come_to(folder):

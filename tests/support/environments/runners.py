@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.runner import EnvRunner
 from rlworker.environments.processes.worker import watch_runner
-from rlworker.environments.record import Job, LostWorker, Reply, Sample, Trajectory
+from rlworker.environments.record import Job, LostWorker, Reply, Sample, Trajectory, Verdict
 from rlworker.environments.reward import Environment
 
 if TYPE_CHECKING:
@@ -97,9 +98,16 @@ class LocalPool:
         self.replies.clear()
         self.runners = [self.make() for _ in self.runners]
 
-    def begin(self, slot: int, jobs: Sequence[Job], samples: Mapping[int, Sample], longest_s: float | None) -> None:
+    def begin(
+        self,
+        slot: int,
+        jobs: Sequence[Job],
+        samples: Mapping[int, Sample],
+        longest_s: float | None,
+        verdicts: Mapping[int, Mapping[int, Verdict]],
+    ) -> None:
         self.messages.append((jobs, samples))
-        self.replies[slot] = self.runners[slot].advance(jobs, samples, longest_s)
+        self.replies[slot] = self.runners[slot].advance(jobs, samples, longest_s, verdicts)
 
     def poll(self) -> dict[int, Reply | LostWorker]:
         ready = {slot: reply for slot, reply in self.replies.items() if slot not in self.held}
@@ -130,12 +138,16 @@ class Engines:
         return [make_sample(self.say(one.token_ids, number)) for one in requests for _ in range(one.sampling.count)]
 
 
-def make_loop(pool: LocalPool, engines: Any, default: float = 0.0) -> RolloutLoop:
+def make_loop(
+    pool: LocalPool, engines: Any, default: float = 0.0, served: Mapping[str, Any] = MappingProxyType({})
+) -> RolloutLoop:
     from rlworker.rollouts.loop import RolloutLoop
+    from rlworker.rollouts.scoring.questions import QuestionQueue
     from rlworker.rollouts.turn_queue import TurnQueue
 
     codec = getattr(pool, "codec", None) or make_codec()
-    return RolloutLoop(pool.environment, cast(Any, pool), engines, TurnQueue(engines), codec, default)
+    parts = TurnQueue(engines), codec, default, QuestionQueue(served)
+    return RolloutLoop(pool.environment, cast(Any, pool), engines, *parts)
 
 
 def run_episodes(
@@ -147,9 +159,10 @@ def run_episodes(
     default: float = 0.0,
     note_lost: Callable | None = None,
     seed: tuple[int, ...] = (),
+    served: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Trajectory]:
     """Run ``count`` episodes of each row in turns: their trajectories."""
-    loop = make_loop(pool, Engines(say), default)
+    loop = make_loop(pool, Engines(say), default, served)
     if note_lost:
         loop.repeat_lost(note_lost, 60.0)
     groups = loop.wait(loop.begin(rows, Sampling(count, 1.0, 8, seed, (EOS,))))

@@ -1,0 +1,1 @@
+"""Questions of environments to served models: judges and classifiers."""
