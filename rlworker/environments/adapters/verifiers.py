@@ -1,7 +1,4 @@
-"""Play the tasks of a taskset of ``verifiers`` 0.4, whose harness calls the model by an endpoint.
-
-It asks for an older ``openai``, so it runs in a Python of its own: a program for each process of environments.
-"""
+"""Play the tasks of a taskset of ``verifiers`` 0.4, in a Python of its own, since it asks for an older ``openai``."""
 
 import asyncio
 import json
@@ -15,7 +12,7 @@ from rlworker.environments.episode import Episode
 from rlworker.environments.policy import Policy
 
 PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
-_running: dict[str, tuple[asyncio.subprocess.Process, dict[int, asyncio.Future]]] = {}
+_programs: dict[str, asyncio.Future] = {}
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,10 @@ class VerifiersEnvironment:
         """Play the task whose number is the row's field ``index``."""
         endpoint = policy.endpoint(row, tool_parser=self.tool_parser)
         command = [self.python, "-P", PROGRAM, json.dumps(self.settings)]  # or the files beside it would hide packages
-        process, answers = _running.get(key := json.dumps(command), (None, {}))
-        if process is None or process.returncode is not None:
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 24)
-            _running[key] = process, (answers := {})
-            answers[-1] = asyncio.ensure_future(_hear(process, answers))  # kept, or it might be collected
-        assert process.stdin
+        started = _programs.get(key := json.dumps(command))
+        if not started or (started.done() and started.result()[0].returncode is not None):
+            started = _programs[key] = asyncio.ensure_future(_start(command))
+        process, answers = await asyncio.shield(started)
         answers[policy.number] = asyncio.get_running_loop().create_future()
         asked = {"number": policy.number, "index": row.source["index"], "base_url": endpoint.base_url}
         process.stdin.write(f"{json.dumps(asked)}\n".encode())
@@ -49,9 +44,14 @@ class VerifiersEnvironment:
         return endpoint.episode
 
 
-async def _hear(process: asyncio.subprocess.Process, answers: dict[int, asyncio.Future]) -> None:
+async def _start(command: list[str]) -> tuple[Any, dict[int, asyncio.Future]]:
+    process, answers = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 24), {}
+    answers[-1] = asyncio.ensure_future(_hear(process, answers))  # kept, or it might be collected
+    return process, answers
+
+
+async def _hear(process: Any, answers: dict[int, asyncio.Future]) -> None:
     """Hand the program's answers on; where it ends, those that are missing fail."""
-    assert process.stdout
     async for line in process.stdout:
         told = json.loads(line)
         if not (answer := answers.pop(told["number"])).done():

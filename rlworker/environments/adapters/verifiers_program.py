@@ -10,17 +10,19 @@ async def serve(settings: dict[str, Any]) -> None:
     """Play what standard input asks for, side by side, until it is closed."""
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  in another Python
 
+    output, sys.stdout = sys.stdout, sys.stderr  # what a taskset prints is no answer
     env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(**settings))
-    tasks, output, running = [*env.taskset], sys.stdout, set()
-    sys.stdout = sys.stderr  # what a taskset prints is no answer
+    tasks, running = [*env.taskset], set()
 
     async def play(asked: dict[str, Any]) -> None:
         client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var="NONE")
-        episode = await env.run_episode(tasks[asked["index"]], vf.ModelContext(model="policy", client=client))
-        errors = [error.message for part in (episode, *episode.traces) for error in part.errors]
-        reward = sum(trace.reward for trace in episode.traces)
-        answer = {"number": asked["number"], "error": "; ".join(errors), "reward": reward}
-        print(json.dumps(answer), file=output, flush=True)
+        try:
+            episode = await env.run_episode(tasks[asked["index"]], vf.ModelContext(model="policy", client=client))
+            error = "; ".join(error.message for part in (episode, *episode.traces) for error in part.errors)
+            reward = sum(trace.reward for trace in episode.traces)
+        except Exception as raised:
+            error, reward = f"{type(raised).__name__}: {raised}", 0.0
+        print(json.dumps({"number": asked["number"], "error": error, "reward": reward}), file=output, flush=True)
 
     async with env.serving():
         while line := await asyncio.to_thread(sys.stdin.readline):
