@@ -178,7 +178,7 @@ def test_every_config_key_has_a_reader():
     """A field of a config that nothing reads is a knob that does nothing."""
     import dataclasses
 
-    from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
+    from engines.config import MegatronConfig, OptimizerConfig, ServedModelConfig, VllmConfig
     from recipes.common.smoke import RecipeConfig, SftRecipeConfig
     from recipes.common.worked_episodes import EpisodeToyConfig
     from recipes.demos.cpu import DemoConfig
@@ -190,6 +190,7 @@ def test_every_config_key_has_a_reader():
         MegatronConfig: {"actor", "config", "engine"},
         OptimizerConfig: {"optimizer"},
         VllmConfig: {"rollout", "config"},
+        ServedModelConfig: {"own", "config", "each"},
         AlgorithmConfig: {"algorithm", "parts", "self"},
         sections.CriticConfig: {"critic"},
         sections.CurriculumConfig: {"curriculum", "config", "settings", "self"},
