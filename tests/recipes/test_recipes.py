@@ -25,9 +25,9 @@ RECIPES = {
     "grpo_gsm8k": (),
     "ppo_gsm8k": (),
     "dapo_math": (),
-    "agents.agent_openai": (),
+    "served.agent_openai": (),
     "distill": ("--algorithm.reference",),
-    "judge_and_math": ("--models.judge.model",),
+    "served.judge_and_math": ("--models.judge.model",),
     "sft": (),
     "images.grpo_geo3k": (),
     "images.ppo_geo3k": (),
@@ -112,7 +112,7 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
     # What a recipe decides shows: a critic, a KL penalty in the reward or in the loss, who learns where all are wrong.
     assert ("explained_variance" in last, "penalty" in last) == ((name.startswith("ppo"),) * 2)
     assert ("kl" in last) == (name.startswith(("grpo", "judge")) and recipe not in MIXTURES)
-    assert ("reward_judge_mean" in last and 0 < last["reward_judge_mean"] < 1) == (recipe == "judge_and_math")
+    assert ("reward_judge_mean" in last and 0 < last["reward_judge_mean"] < 1) == (recipe == "served.judge_and_math")
     assert ("expert_load_max" in last) == (recipe in MIXTURES)
     if recipe in ("images.grpo_geo3k", MIXTURES[1]):  # images beside answers and rewards
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()

@@ -1,11 +1,11 @@
 """GRPO on the questions of GSM8K with a reward of two parts: a checked answer, and a judge of the steps.
 
-    python -m recipes.judge_and_math --model FOLDER --models.judge.model JUDGE
-    python -m recipes.judge_and_math --model FOLDER --models.judge.model JUDGE --models.judge.weight 0
-    python -m recipes.judge_and_math --smoke           the same recipe, tiny, on a CPU
+    python -m recipes.served.judge_and_math --model FOLDER --models.judge.model JUDGE
+    python -m recipes.served.judge_and_math --model FOLDER --models.judge.model JUDGE --models.judge.weight 0
+    python -m recipes.served.judge_and_math --smoke           the same recipe, tiny, on a CPU
 
 The second line reports the judge's verdicts and learns from the checked answers alone. A judge is any instruct model;
-``recipes/common/judge.toml`` asks it. In full, which is untested: eight training ranks, four engines of the policy and
+``recipes/served/judge.toml`` asks it. In full, which is untested: eight training ranks, four engines of the policy and
 two of the judge, each on a device of 80 GB.
 """
 
@@ -24,7 +24,7 @@ DEFAULT = replace(
         # JUDGE is no folder: the run and the plan ask for one by its option.
         "judge": ServedModelConfig(
             "JUDGE",
-            template=str(Path(__file__).parent / "common" / "judge.toml"),
+            template=str(Path(__file__).parent / "judge.toml"),
             engines=2,
             max_model_len=4096,
             weight=0.2,

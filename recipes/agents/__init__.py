@@ -1,1 +1,0 @@
-"""Recipes whose episodes are played by agents that know nothing of training."""
