@@ -34,16 +34,14 @@ class ApiError(Exception):
 
     Attributes:
         status: the HTTP status. code: the error's name. param: the field of the body at fault; None for others.
+        document: OpenAI's form of the error.
     """
 
     def __init__(self, status: int, message: str, code: str = "invalid_request_error", param: str | None = None):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
-
-    def to_json(self) -> dict[str, Any]:
-        """Return OpenAI's form of the error."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.document = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class StreamOptions(BaseModel):

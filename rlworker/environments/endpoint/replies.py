@@ -12,11 +12,8 @@ from rlworker.environments.endpoint.protocol import Body, ChatBody, TextBody
 
 MODEL = "policy"
 """Name of the model in the list of models; calls may name any."""
-
-
-def list_models() -> dict[str, Any]:
-    """List the one model that there is."""
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rlworker"}]}
+MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rlworker"}]}
+"""The list of the one model that there is."""
 
 
 def complete(body: Body, turns: Sequence[Turn], token: str) -> dict[str, Any]:

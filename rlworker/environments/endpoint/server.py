@@ -110,7 +110,7 @@ class EndpointServer:
         try:
             body, kind = await self._respond(scope["method"], scope["path"], receive)
         except ApiError as error:
-            status, body = error.status, json.dumps(error.to_json()).encode()
+            status, body = error.status, json.dumps(error.document).encode()
             if status == 405:
                 headers.append((b"allow", error.code.encode()))
         headers += [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
@@ -130,7 +130,7 @@ class EndpointServer:
         if method != (allowed := "GET" if is_read else "POST"):
             raise ApiError(405, f"{method} is not allowed here, {allowed} is", allowed)
         if is_read:
-            document = replies.list_models() if rest == "/models" else replies.describe(f"{self.address}/{token}/v1")
+            document = replies.MODELS if rest == "/models" else replies.describe(f"{self.address}/{token}/v1")
             return json.dumps(document).encode(), _JSON
         body = read_body(_KINDS[rest], raw, conversation.limits.drawing)
         turns = await self._answer(conversation, context, body, rest.encode() + raw, receive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -155,9 +155,11 @@ class QuestionQueue:
                 self._lent.enter_context(self._lend(self.groups[name]))
             # In the order of their episodes, whichever process has told of them first.
             keys = sorted(held, key=lambda key: min(self._asked[key]))
-            for index, places in zip(free, deal_questions([held[key] for key in keys], len(free)), strict=True):
-                if places:
-                    own, seed = [keys[place] for place in places], make_seed((*self._stream, self._calls, index))
+            lengths = np.asarray([len(repr(held[key])) for key in keys], np.int64)
+            owners = balance_costs(lengths, len(free), equal_counts=False)
+            for number, index in enumerate(free):
+                if own := [key for key, owner in zip(keys, owners, strict=True) if owner == number]:
+                    seed = make_seed((*self._stream, self._calls, index))
                     self._send(_Part(name, index, own, [held[key] for key in own], seed))
             self._held[name], self._calls = {}, self._calls + 1
             if self._lend:
@@ -189,10 +191,3 @@ class QuestionQueue:
             self._lent.close()
             self.seconds += time.perf_counter() - self._since
             self._since = 0.0
-
-
-def deal_questions(contents: Sequence[Any], engines: int) -> list[list[int]]:
-    """Divide questions among engines so that their lengths are balanced; returns the numbers of each engine's."""
-    costs = np.asarray([len(repr(content)) for content in contents], np.int64)
-    owners = balance_costs(costs, engines, equal_counts=False)
-    return [np.flatnonzero(owners == engine).tolist() for engine in range(engines)]
