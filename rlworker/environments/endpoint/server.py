@@ -24,11 +24,10 @@ from rlworker.environments.endpoint import replies
 from rlworker.environments.endpoint.conversation import ENDED, Call, Conversation, Turn
 from rlworker.environments.endpoint.protocol import ApiError, Body, ChatBody, TextBody, read_body
 from rlworker.environments.episode import Episode
-from rlworker.environments.policy import Endpoint, EpisodeLimits
+from rlworker.environments.policy import Endpoint, EpisodeLimits, Policy
 
 if TYPE_CHECKING:
     from rlworker.data.rows import Row
-    from rlworker.environments.processes.timing import RunningEpisode
 from rlworker.environments.user_code import describe_error
 
 LOGGER = logging.getLogger(__name__)
@@ -200,14 +199,12 @@ class Endpoints:
         self._loop, self._limits = loop, limits
         self._servers: dict[str, EndpointServer] = {}
 
-    def open(self, running: RunningEpisode, row: Row, tool_parser: str, host: str) -> Endpoint:
-        """Open the endpoint of an episode, as ``Policy.endpoint`` says."""
-        if running.conversation:
-            raise ValueError("endpoint: this episode has one; call policy.endpoint once and hand its base_url on")
+    def open(self, policy: Policy, row: Row, tool_parser: str, host: str) -> tuple[Endpoint, Conversation]:
+        """Open the endpoint of a policy's episode, as ``Policy.endpoint`` says."""
         if host not in self._servers:
             self._servers[host] = EndpointServer(self._loop, host)
-        running.conversation = Conversation(running, Episode(row), tool_parser, self._limits)
-        return Endpoint(self._servers[host].open(running.conversation), running.conversation.episode)
+        conversation = Conversation(policy, Episode(row), tool_parser, self._limits)
+        return Endpoint(self._servers[host].open(conversation), conversation.episode), conversation
 
     def close(self) -> None:
         for server in self._servers.values():

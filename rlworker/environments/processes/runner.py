@@ -204,13 +204,11 @@ class EnvRunner:
         if failure:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
         counts = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
-        written = (
-            {"rewards": tuple(episode.rewards), "forks": episode.forks, "answer": str(episode.answer)}
-            | {"parts": tuple(episode.parts.items())}
-            if episode
-            else {}
-        )
-        self._reply.results[running.number] = {"failure": failure} | counts | written
+        outcome = {"failure": failure} | counts
+        if episode:
+            outcome |= {"rewards": tuple(episode.rewards), "forks": episode.forks, "answer": str(episode.answer)}
+            outcome["parts"] = tuple(episode.parts.items())
+        self._reply.results[running.number] = outcome
 
     # -- requests of an episode
 
@@ -297,8 +295,12 @@ class EnvRunner:
         """Carry out ``Policy.endpoint``."""
         from rlworker.environments.endpoint.server import Endpoints  # most environments have none
 
+        running = self._live[policy.number]
+        if running.conversation:
+            raise ValueError("endpoint: this episode has one; call policy.endpoint once and hand its base_url on")
         self._endpoints = self._endpoints or Endpoints(self._loop, self.limits)
-        return self._endpoints.open(self._live[policy.number], row, tool_parser, host)
+        endpoint, running.conversation = self._endpoints.open(policy, row, tool_parser, host)
+        return endpoint
 
     # -- time
 

@@ -235,8 +235,8 @@ def test_what_is_set_wins_over_the_name():
     parts = AlgorithmConfig("dapo", clip_high=0.2, dynamic_sampling=0, aggregation="sequence_mean").parts
     assert (parts.clip_high, parts.dynamic_sampling, parts.aggregation) == (0.2, 0, "sequence_mean")
     assert (parts.overlong_buffer, parts.advantage) == (0.2, "grpo"), "the rest is the name's"
-    assert "reference" in configure("grpo").models and "reference" not in configure("grpo", kl_coef=0.0).models
-    assert "critic" in configure("ppo").models and configure("remax").algorithm.samples_greedily
+    assert "reference" in configure("grpo").roles and "reference" not in configure("grpo", kl_coef=0.0).models
+    assert "critic" in configure("ppo").roles and configure("remax").algorithm.samples_greedily
 
 
 def test_a_name_on_the_command_line_takes_the_place_of_a_recipes_own_parts():
