@@ -1,204 +1,175 @@
-"""One rank in shapes: its engine is built, takes an optimizer step and exports its weights, as on a real machine."""
+"""One rank in shapes: its engine is built, takes an optimizer step and exports its weights, by the engine's own code."""
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from engines.config import MegatronConfig
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines import weight_sync
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import Outputs, Shard, get_logprobs
 from engines.models.spec import ModelSpec
+from engines.probes.saved_bytes import SavedBytes, find_place
+from hardware.platforms import get_platform
+from hardware.shapes.device import ShapeMode
+from hardware.shapes.platform import make_shaped
+from rlworker.checks.shapes.case import RankCase, RankCount
 
 
-@dataclass(frozen=True)
-class RankCase:
-    """A rank to run.
+def run_rank(case: RankCase) -> RankCount:
+    """Run a rank in this process, which is of no other use afterwards.
 
-    Attributes:
-        rank: its number among all. platform: name of the platform.
-        lengths: tokens of each sequence of a micro-batch. micro_batches: number of equal micro-batches of the step.
+    Raises:
+        ValueError, RuntimeError: what the engine raises on a real machine; or an operator has no shapes.
     """
+    platform = make_shaped(get_platform(case.platform))
+    device = platform.init_process(0)  # before megatron is imported
+    from engines.megatron import engine as engines
+    from engines.megatron.groups import init_distributed
+    from rlworker.checks.shapes.exchange import tell_experts, tell_objects, tell_stages
 
-    model: ModelSpec
-    config: MegatronConfig
-    platform: str
-    rank: int
-    lengths: tuple[int, ...]
-    micro_batches: int
-    bucket_bytes: int = 2**26
+    mode, count, store = ShapeMode(device, platform.kernel_memory), RankCount(), dist.HashStore()
+    tell_objects(case, device)
+    tell_stages(case, mode)
+    if case.model.experts:
+        tell_experts(case, mode)
+    _replace_files(engines, case.model, mode)
+    for rank in range(case.config.ranks):
+        store.set(f"rank {rank}", "here")
+    with mode:
+        with _timed(count, "build"):
+            init_distributed(platform, case.config, case.rank, "localhost:0", 0, store)
+            engine = engines.MegatronEngine(case.model, case.config, platform, device)
+        with _timed(count, "step"):
+            count.kept = _take_step(engine, case, mode)
+        count.held = list_held(engine)
+        mode.live.begin("export")
+        with _timed(count, "export"):
+            _export(engine, case, count)
+    count.peaks, count.begins, count.operators = mode.live.peaks, mode.live.begins, mode.operators
+    count.collectives = {key: (calls, mode.sent[key]) for key, calls in mode.collectives.items()}
+    return count
 
 
-@dataclass
-class RankRun:
-    """What a rank did.
+@contextmanager
+def _timed(count: RankCount, phase: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    count.seconds[phase] = time.monotonic() - start
 
-    Attributes:
-        seconds: phase -> seconds of this machine. held: kind -> bytes after the step, as the engine lists them.
-        peaks, begins: phase -> most bytes on the device, and those at its begin. live: bytes after the step.
-        exported: number of exported tensors, their bytes and number of buckets.
-        collectives: (name, ranks) -> (number, bytes).
+
+def _replace_files(engines: Any, model: ModelSpec, mode: ShapeMode) -> None:
+    """Replace the folder's weights by shapes, and build modules where they belong: torch cannot move such parameters.
+
+    Args:
+        engines: the module ``engines.megatron.engine``.
     """
+    from engines.megatron import weights
 
-    rank: int
-    stage: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
-    begins: dict[str, int] = field(default_factory=dict)
-    live: int = 0
-    operators: int = 0
-    exported: tuple[int, int, int] = (0, 0, 0)
-    collectives: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    build = engines.build_model
+
+    def build_on_device(*settings: Any) -> Any:
+        with mode.device:
+            module = build(*settings)
+        module.to = lambda _: module
+        return module
+
+    module: Any = weights
+    module.SafetensorsFolder = lambda _: _ConfigFolder(model, mode)
+    engines.build_model = build_on_device
 
 
 class _ConfigFolder:
-    """A folder's weights in the shapes that its config.json states, in place of ``SafetensorsFolder``."""
+    """The weights of a folder in the shapes that its config.json states, read as from a ``SafetensorsFolder``."""
 
-    mode: Any
-    model: ModelSpec
-
-    def __init__(self, folder: str):
-        self.names = self.model.list_hf_names()
+    def __init__(self, model: ModelSpec, mode: ShapeMode):
+        self.model, self.mode, self.names = model, mode, model.list_hf_names()
 
     def check(self, model: ModelSpec) -> None:
-        pass
+        """Check nothing: no file could differ."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def __getitem__(self, name: str):
-        import torch
-
+    def __getitem__(self, name: str) -> Tensor:
         return self.mode.make_on_host(self.model.find_hf_shape(name), torch.bfloat16)
 
-    def read_rows(self, name: str, start: int, count: int):
+    def read_rows(self, name: str, start: int, count: int) -> Tensor:
+        """Return ``count`` rows of a tensor."""
         return self[name][start : start + count]
 
 
-def run_rank(case: RankCase) -> RankRun:
-    """Run a rank in this process, which is of no other use afterwards."""
-    import torch
-    import torch.distributed as dist
-
-    from hardware.platforms import get_platform
-    from hardware.shapes.device import ShapeMode
-    from hardware.shapes.platform import make_shaped
-
-    platform = make_shaped(get_platform(case.platform))
-    device = platform.init_process(0)
-    from engines.megatron import engine as engines
-    from engines.megatron import weights
-    from engines.megatron.groups import init_distributed
-
-    mode, config = ShapeMode(device), case.config
-    _ConfigFolder.mode, _ConfigFolder.model = mode, case.model
-    weights.SafetensorsFolder = _ConfigFolder
-    build = engines.build_model
-
-    def build_on_device(*args):
-        with device:  # experts are made on the host first, which takes memory here
-            module = build(*args)
-        module.to = lambda _: module  # torch cannot move a parameter without numbers
-        return module
-
-    engines.build_model = build_on_device
-    _exchange_objects(case)
-    store = dist.HashStore()
-    for rank in range(config.ranks):
-        store.set(f"rank {rank}", "here")
-    run = RankRun(case.rank, 0)
-    with mode:
-        with _timed(run, "start"):
-            init_distributed(platform, config, case.rank, "localhost:0", 0, store)
-        mode.live.begin("build")
-        with _timed(run, "build"):
-            engine = engines.MegatronEngine(case.model, config, platform, device)
-        _take_step(engine, case, mode, run)
-        run.held, run.live = list_held(engine), mode.live.now
-        mode.live.begin("export")
-        with _timed(run, "export"):
-            run.exported = _export(engine, case)
-    run.peaks, run.begins, run.operators = mode.live.peaks, mode.live.begins, mode.operators
-    run.collectives = {key: (count, mode.sent[key]) for key, count in mode.collectives.items()}
-    return run
-
-
-from contextlib import contextmanager
-
-
-@contextmanager
-def _timed(run, phase):
-    start = time.monotonic()
-    yield
-    run.seconds[phase] = time.monotonic() - start
-
-
-def _make_shard(engine, case):
-    import torch
-    from dataclasses import replace
-    from engines.batch.batch import TrainBatch
-    from engines.batch.shard import Shard
-    rows = [[1] * n for n in case.lengths] * case.micro_batches
-    batch = TrainBatch.from_ids(rows, [max(1, n // 4) for n in case.lengths] * case.micro_batches)
+def make_shard(case: RankCase, replica: int) -> Shard:
+    """Make a replica's micro-batches of equal sequences, three quarters of them sampled."""
+    rows, prompt = case.sequences * case.micro_batches, max(1, case.length // 4)
+    batch = TrainBatch.from_ids([[1] * case.length] * rows, [prompt] * rows)
     batch = replace(batch, advantages=torch.ones(batch.num_tokens))
-    counts = (len(case.lengths),) * case.micro_batches
-    return Shard(batch, counts, 0, engine.dp_rank, 0)
+    return Shard(batch, (case.sequences,) * case.micro_batches, 0, replica, 0)
 
 
-def _loss(outputs, batch):
-    loss = -(batch.advantages * outputs.logprobs * batch.mask).sum()
+def compute_loss(outputs: Outputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the sum of a policy gradient's loss, which keeps as little as any loss does."""
+    loss = -(batch.advantages * get_logprobs(outputs) * batch.mask).sum()
     return loss, {"loss": loss.detach()}
 
 
-def _take_step(engine, case, mode, run):
-    shard = _make_shard(engine, case)
+def _take_step(engine: Any, case: RankCase, mode: ShapeMode) -> int:
+    """Take an optimizer step, and return the most bytes that autograd held in it."""
     step = engine.optimizer.step
 
-    def step_in_phase():
-        mode.live.begin("optimizer step")
+    def step_in_phase() -> Any:
+        mode.live.begin("optimizer")
         return step()
 
     engine.optimizer.step = step_in_phase
-    mode.live.begin("forward and backward")
-    with _timed(run, "step"):
-        engine.train_step(shard, _loss, 1.0)
+    mode.live.begin("passes")
+    saved = SavedBytes({find_place(parameter) for parameter in engine.module.parameters()})
+    with saved.counting():
+        engine.train_step(make_shard(case, engine.dp_rank), compute_loss, 1.0)
+    return saved.most
 
 
-def list_held(engine):
-    import torch
+def list_held(engine: Any) -> dict[str, int]:
+    """List the bytes of an engine's parameters, gradients and optimizer state, after a step or more."""
     buffers = [*engine.module.buffers, *engine.module.expert_parallel_buffers]
+    frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
+    biases = [router.bias for router in (engine.routers.layers if engine.routers else ()) if router.bias is not None]
     parts = engine.optimizer.chained_optimizers
-    masters = [s for part in parts for g in part.shard_fp32_from_float16_groups for s in g]
-    states = [v for part in parts for state in part.optimizer.state.values() for v in state.values()]
+    masters = [shard for part in parts for group in part.shard_fp32_from_float16_groups for shard in group]
+    states = [value for part in parts for state in part.optimizer.state.values() for value in state.values()]
     return {
-        "parameters": sum(b.param_data.nbytes for b in buffers) + sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
-        + sum(r.bias.nbytes for r in (engine.routers.layers if engine.routers else ()) if r.bias is not None),
-        "gradients": sum(b.grad_data.nbytes for b in buffers),
-        "optimizer": sum(t.nbytes for t in [*masters, *states] if isinstance(t, torch.Tensor)),
+        "parameters": sum(each.nbytes for each in [*(buffer.param_data for buffer in buffers), *frozen, *biases]),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(each.nbytes for each in [*masters, *states] if isinstance(each, Tensor)),
     }
 
 
-def _export(engine, case):
-    import engines.weight_sync as sync
-    sizes = []
-    def note(parts):
-        return sync.WeightBucket(tuple((p.name, tuple(p.tensor.shape), str(p.tensor.dtype), 0) for p in parts), None, 0)
-    def named():
-        for name, t in engine.export_weights():
-            assert tuple(t.shape) == case.model.find_hf_shape(name)
-            sizes.append(t.nbytes)
-            yield name, t
-    from dataclasses import replace
-    sync._pack = note
-    n = 0
-    for b, last in sync.pack_buckets(named(), case.bucket_bytes):
-        n += 1
-    return len(sizes), sum(sizes), n
+def _export(engine: Any, case: RankCase, count: RankCount) -> None:
+    """Export all weights in buckets, whose bytes are counted and not copied.
 
+    Raises:
+        RuntimeError: a tensor is missing, or has another shape than in config.json.
+    """
+    shapes = {}
 
-def _exchange_objects(case):
-    import torch.distributed as dist
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in engine.export_weights():
+            shapes[name] = tuple(tensor.shape)
+            count.exported += tensor.nbytes
+            yield name, tensor
 
-    def gather(found, own, group=None):
-        found[:] = [own] * len(found)
-
-    dist.all_gather_object = gather
+    pack: Any = weight_sync
+    pack._pack = lambda parts: weight_sync.WeightBucket((), torch.empty(0).numpy(), 0)
+    count.buckets = sum(1 for _ in weight_sync.pack_buckets(stream(), case.bucket_bytes))
+    count.tensors, expected = len(shapes), {name: case.model.find_hf_shape(name) for name in case.model.list_hf_names()}
+    if shapes and shapes != expected:
+        wrong = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
+        raise RuntimeError(
+            f"export: rank {case.rank} gives {shapes.get(wrong[0])} for {wrong[0]}, expected {expected.get(wrong[0])} "
+            f"from config.json ({len(wrong)} tensors differ)"
+        )
