@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  (the process group "fake")
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -29,8 +29,9 @@ _aten: Any = torch.ops.aten
 
 
 def open_device() -> torch.device:
-    """Register the device in this process, once and for all."""
+    """Register the device in this process, once and for all, and for torch's process group ``fake``."""
     backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE)
+    dist.Backend.backend_capability["fake"].append(DEVICE_TYPE)
     return torch.device(DEVICE_TYPE, 0)
 
 
@@ -124,7 +125,10 @@ class ShapeMode(TorchDispatchMode):
         """Note a collective or a message, and return what its operator does; it is over at once."""
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         groups = (each for each in args if isinstance(each, torch.ScriptObject))
-        key = operator.overloadpacket.__name__.rstrip("_"), next(dist.ProcessGroup.unbox(each).size() for each in groups)
+        key = (
+            operator.overloadpacket.__name__.rstrip("_"),
+            next(dist.ProcessGroup.unbox(each).size() for each in groups),
+        )
         self.collectives[key] += 1
         self.sent[key] += max((each.nbytes for each in tensors), default=0)
         work = FakeWork().boxed()

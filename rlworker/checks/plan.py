@@ -54,9 +54,7 @@ class Plan:
     sees: bool
 
 
-def plan_recipe(
-    recipe: str, settings: list[str], memory_gb: float, ranks: list[int] | None = None
-) -> tuple[str, bool]:
+def plan_recipe(recipe: str, settings: list[str], memory_gb: float, ranks: list[int] | None = None) -> tuple[str, bool]:
     """Plan a recipe, and return the plan as text and whether it fits into memory.
 
     Args:

@@ -20,7 +20,7 @@ def tell_stages(case: RankCase, mode: ShapeMode) -> None:
     """Tell the shape ``[s / tp, b, h]`` of hidden states and gradients wherever a stage asks for it."""
     config, ask = case.config, P2PCommunicator._communicate_shapes
     sizes = dict(tp=config.tp, cp=config.cp, multiple=config.pad_to_multiple_of, slots=config.slots)
-    rows, slots = Layout.build((case.length,) * case.sequences, config.layout, **sizes).shape
+    rows, slots = Layout.build((case.length - 1,) * case.sequences, config.layout, **sizes).shape
     shape = slots // config.tp, rows, case.model.hidden
 
     def answer(self, send_next, send_prev, recv_prev: bool, recv_next: bool):
@@ -43,9 +43,7 @@ def tell_experts(case: RankCase, mode: ShapeMode) -> None:
     ExpertLayer._exchange = answer
 
 
-def _share_rows(
-    rows: int, ranks: int, parts: int, rank: int, case: RankCase, chosen: int, own: int
-) -> Iterator[int]:
+def _share_rows(rows: int, ranks: int, parts: int, rank: int, case: RankCase, chosen: int, own: int) -> Iterator[int]:
     """Yield the rows that go to each rank, then those that come from each; the parts of an expert get the same."""
     groups, mine = ranks // parts, rank // parts
     if case.routes == "worst":  # a token chooses each expert once

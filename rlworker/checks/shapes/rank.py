@@ -1,4 +1,4 @@
-"""One rank in shapes: its engine is built, takes an optimizer step and exports its weights, by the engine's own code."""
+"""One rank in shapes: the engine's own code builds it, takes an optimizer step and exports its weights."""
 
 import time
 from collections.abc import Iterator
@@ -76,6 +76,10 @@ def _replace_files(engines: Any, model: ModelSpec, mode: ShapeMode) -> None:
     def build_on_device(*settings: Any) -> Any:
         with mode.device:
             module = build(*settings)
+        for part in module.modules():
+            part._buffers.update(
+                {name: each.to(mode.device) for name, each in part._buffers.items() if each is not None}
+            )
         module.to = lambda _: module
         return module
 
