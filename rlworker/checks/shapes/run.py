@@ -108,6 +108,10 @@ def describe_counts(
             lines.append(f"  The plan differs in {', '.join(differing)}, which should be equal to the byte.")
         if memory_gb and count.total > memory_gb * GB:
             large.append(f"rank {case.rank} needs {count.total / GB:.1f} GB")
+    if config.actor.dtype == "float32":
+        lines.append(
+            "Attention in float32 has no fused kernel in shapes, so that its activations are counted too large."
+        )
     if large:
         lines.append(f"Does not fit into {memory_gb:g} GB in shapes: {'; '.join(large)}")
     exported = max(counts, key=lambda count: count.exported)
