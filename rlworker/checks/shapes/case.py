@@ -1,4 +1,4 @@
-"""A rank to run in shapes, and what was counted as it ran, as plain data between processes."""
+"""A rank to run in shapes and the counts of its run, as plain data between processes."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,7 +43,7 @@ class RankCase:
 
 @dataclass
 class RankCount:
-    """What was counted as a rank ran.
+    """The counts of a rank that ran.
 
     Attributes:
         seconds: phase -> seconds that it took here.

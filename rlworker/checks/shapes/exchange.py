@@ -1,4 +1,4 @@
-"""What the other ranks would tell a rank in shapes: sizes of hidden states, of rows for experts, names of weights."""
+"""Answers in place of the other ranks: sizes of hidden states, of rows for experts, names of weights."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""``rlworker plan --run-shapes``: chosen ranks of a run in shapes, beside what the plan says of them."""
+"""``rlworker plan --run-shapes``: chosen ranks of a run in shapes, beside their plan."""
 
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -88,7 +88,7 @@ def _run(case: RankCase) -> RankCount:
 def describe_counts(
     cases: Sequence[RankCase], counts: Sequence[RankCount], config: "Config", memory_gb: float
 ) -> tuple[str, bool]:
-    """Write what was counted beside what was planned, and return whether all of it fits.
+    """Write counted beside planned bytes, and return whether all of them fit.
 
     Args:
         memory_gb: memory of each device; 0 sets no limit.
