@@ -19,7 +19,7 @@ from rlworker.checks.shapes.case import RankCase
 def tell_stages(case: RankCase, mode: ShapeMode) -> None:
     """Tell the shape ``[s / tp, b, h]`` of hidden states and gradients wherever a stage asks for it."""
     config, ask = case.config, P2PCommunicator._communicate_shapes
-    sizes = dict(tp=config.tp, cp=config.cp, multiple=config.pad_to_multiple_of, slots=config.slots)
+    sizes: dict[str, Any] = dict(tp=config.tp, cp=config.cp, multiple=config.pad_to_multiple_of, slots=config.slots)
     rows, slots = Layout.build((case.length - 1,) * case.sequences, config.layout, **sizes).shape
     shape = slots // config.tp, rows, case.model.hidden
 
@@ -27,7 +27,8 @@ def tell_stages(case: RankCase, mode: ShapeMode) -> None:
         mode.give(shape * (recv_prev + recv_next))
         return ask(self, send_next, send_prev, recv_prev, recv_next)
 
-    P2PCommunicator._communicate_shapes = answer
+    communicator: Any = P2PCommunicator
+    communicator._communicate_shapes = answer
 
 
 def tell_experts(case: RankCase, mode: ShapeMode) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  as documented
 
 from engines import weight_sync
 from engines.batch.batch import TrainBatch
@@ -33,7 +33,7 @@ def run_rank(case: RankCase) -> RankCount:
     from engines.megatron.groups import init_distributed
     from rlworker.checks.shapes.exchange import tell_experts, tell_objects, tell_stages
 
-    mode, count, store = ShapeMode(device, platform.kernel_memory), RankCount(), dist.HashStore()
+    mode, count, store = ShapeMode(device, platform.kernel_memory), RankCount(), HashStore()
     tell_objects(case, device)
     tell_stages(case, mode)
     if case.model.experts:
@@ -118,7 +118,8 @@ def make_shard(case: RankCase, replica: int) -> Shard:
 
 def compute_loss(outputs: Outputs, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the sum of a policy gradient's loss, which keeps as little as any loss does."""
-    loss = -(batch.advantages * get_logprobs(outputs) * batch.mask).sum()
+    logprobs = get_logprobs(outputs) * batch.mask
+    loss = -(logprobs if batch.advantages is None else batch.advantages * logprobs).sum()
     return loss, {"loss": loss.detach()}
 
 
