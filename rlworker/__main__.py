@@ -74,16 +74,18 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     Exit status 1 where it does not fit.
 
     Args:
-        arguments: RECIPE [--memory-gb N] [its settings], like recipes.grpo --model FOLDER --actor.ranks 2. RECIPE
-            is a module's name, or a file's path like ./own.py.
+        arguments: RECIPE [--memory-gb N] [--run-shapes [RANK ...]] [its settings], like recipes.grpo --model FOLDER
+            --actor.ranks 2. RECIPE is a module's name, or a file's path like ./own.py. --run-shapes runs trainer ranks
+            without their machine: the first of the first, a middle and the last stage, and the last, or those named.
     """
     from rlworker.checks.plan import plan_recipe
 
     parser = argparse.ArgumentParser("rlworker plan", add_help=False)
     parser.add_argument("recipe")
     parser.add_argument("--memory-gb", type=float, default=0.0)
+    parser.add_argument("--run-shapes", type=int, nargs="*")
     options, settings = parser.parse_known_args(arguments)
-    text, fits = plan_recipe(options.recipe, settings, options.memory_gb)
+    text, fits = plan_recipe(options.recipe, settings, options.memory_gb, options.run_shapes)
     print(text)
     sys.exit(not fits)
 

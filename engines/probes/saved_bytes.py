@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 
+def find_place(tensor: Tensor) -> int:
+    """Find a number that a tensor's storage has alone while it lives. A storage without numbers has one too."""
+    return tensor.untyped_storage()._cdata
+
+
 class SavedBytes:
     """Counts the bytes of the storages that autograd holds for backward passes.
 
     Args:
-        left_out: addresses of storages that are not counted, such as parameters.
+        left_out: places (``find_place``) of storages that are not counted, such as parameters.
 
     Attributes:
         now, most: bytes at present, and their peak.
@@ -28,8 +33,7 @@ class SavedBytes:
             yield self
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
-        storage = tensor.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
+        place, size = find_place(tensor), tensor.untyped_storage().nbytes()
         if place in self.left_out or not size:
             return tensor
         return _Saved(self, tensor, place, size)

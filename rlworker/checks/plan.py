@@ -20,6 +20,7 @@ from engines.megatron.memory.estimate import estimate_padding
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
+from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, run_cases
 from rlworker.config.command_line import parse_config
 from rlworker.config.memory import (
     GB,
@@ -55,15 +56,17 @@ class Plan:
     sees: bool
 
 
-def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str, bool]:
+def plan_recipe(recipe: str, settings: list[str], memory_gb: float, ranks: list[int] | None = None) -> tuple[str, bool]:
     """Plan a recipe, and return the plan as text and whether it fits into memory.
 
     Args:
         recipe: name of a module or path of a file, which has its settings in ``DEFAULT``.
         settings: options of the recipe's command line.
         memory_gb: memory of the device of each process; 0 takes this machine's memory for all processes together.
+        ranks: trainer ranks to run in shapes as well; none chooses some, None runs none.
 
     Raises:
+        RunError: a rank failed in shapes.
         ValueError: the recipe is missing, or the settings do not fit each other or the models.
     """
     default = _import_default(recipe)
@@ -85,7 +88,12 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float) -> tuple[str
     plan = make_plan(config, models, served)
     plan = replace(plan, batch=plan.batch | _describe_sharing(config, models["actor"]))
     text, fits = _judge(config, models, served, plan, memory_gb)
-    return f"{describe_plan(plan)}\n{text}", fits
+    text = f"{describe_plan(plan)}\n{text}"
+    if ranks is None:
+        return text, fits
+    cases = list_cases(config, models["actor"], ranks or choose_ranks(config))
+    shapes, fits_in_shapes = describe_counts(cases, run_cases(cases), config, memory_gb)
+    return f"{text}\n\n{shapes}", fits and fits_in_shapes
 
 
 def _import_default(recipe: str) -> Config:

@@ -130,14 +130,14 @@ def _plan_served(config: RunConfig, name: str, spec: ModelSpec | ClassifierSpec)
 
 def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) -> RankMemory:
     """Find the rank with the most optimizer state among those that hold the same parameters."""
-    actor, kernels, slots = config.actor, get_platform(config.platform).kernel_memory, _count_micro_batch_slots(config)
+    actor, kernels = config.actor, get_platform(config.platform).kernel_memory
     trainable = role in ("actor", "critic")
     if not trainable:
         actor = actor.base_settings
         if isinstance(config, RunConfig) and config.views_reference:
             return RankMemory(0, 0, 0, 0)
     cpu_offload = isinstance(config, RunConfig) and not trainable and "reference" in config.placement.cpu_offload
-    micro = MicroBatch(slots, max(1, slots // count_row_slots(config)))
+    micro = plan_micro_batch(config)
     # Without experts, the tensor-parallel ranks that hold parts of the same parameters have equally much.
     ranks = range(0, actor.ranks // actor.pp if trainable else 1, 1 if model.experts else actor.tp)
     settings = {"trainable": trainable, "cpu_offload": cpu_offload, "parameters": list_parameters(model, actor, stage)}
@@ -145,12 +145,13 @@ def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) 
     return max(memories, key=lambda memory: memory.total)
 
 
-def _count_micro_batch_slots(config: Config) -> int:
-    """Count the slots of a full micro-batch, padding included: of one sequence at least, of a replica's mini-batch at
-    most."""
+def plan_micro_batch(config: Config) -> MicroBatch:
+    """Plan a full micro-batch of the longest samples, padding included: of one sequence at least, of a replica's
+    mini-batch at most."""
     actor, row = config.actor, count_row_slots(config)
     most = max(row, min(actor.micro_batch_tokens, count_share(config) * row))
-    return most // row * row if actor.layout == "bshd" else actor.slots or most
+    slots = most // row * row if actor.layout == "bshd" else actor.slots or most
+    return MicroBatch(slots, max(1, slots // row))
 
 
 def count_row_slots(config: Config) -> int:

@@ -15,7 +15,7 @@ import torch
 from timing import make_parser, write_figures
 from torch import Tensor
 
-from engines.probes.saved_bytes import SavedBytes
+from engines.probes.saved_bytes import SavedBytes, find_place
 from hardware.attention.delta_rule import TAIL, DeltaPlan, delta_rule
 from hardware.attention.mask_spec import MaskSpec
 
@@ -68,7 +68,7 @@ def measure(lengths: tuple[int, ...]) -> dict[str, float]:
     inputs, seconds, figures, results = draw(sum(lengths)), {way: [] for way in ways}, {}, []
     for number in range(OPTIONS.rounds + 1):  # the first round warms up, and counts bytes
         for way, run in ways.items():
-            saved, start = SavedBytes({x.untyped_storage().data_ptr() for x in inputs}), time.process_time()
+            saved, start = SavedBytes({find_place(x) for x in inputs}), time.process_time()
             if number:
                 run(inputs, lengths).square().sum().backward()
                 seconds[way].append(time.process_time() - start)

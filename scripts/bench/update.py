@@ -49,7 +49,7 @@ from engines.images.columns import make_image_columns
 from engines.images.placeholders import make_placeholders
 from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
-from engines.probes.saved_bytes import SavedBytes
+from engines.probes.saved_bytes import SavedBytes, find_place
 from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, get_platform
 from rlworker.algorithms.losses import policy_loss
 from rlworker.checks.device.report import Device
@@ -187,7 +187,7 @@ def read_seconds(device: Device) -> float:
 def measure(engine: "MegatronEngine", batch: TrainBatch) -> Iterator[dict[str, str | int | float]]:
     """Measure every way in turns; the first round warms up, and has what does not differ from round to round."""
     device = Device(engine.platform, engine.device)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+    parameters = {find_place(parameter) for parameter in engine.module.parameters()}
     seconds, first = {way: [] for way in OPTIONS.ways}, {}
     for way in OPTIONS.ways:
         saved = SavedBytes(parameters)

@@ -79,7 +79,7 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     """List a pipeline stage's parameters on each of its tensor-parallel ranks, in Megatron's order."""
     copied = model.tied and config.pp > 1
     parameters = []
-    for weight in _list_weights(model, config, stage):
+    for weight in list_weights(model, config, stage):
         if not weight.is_buffer:
             shared, is_expert = copied and weight.name == EMBEDDING, "ep" in weight.cut.values()
             shape = weight.cut_shape(config.cut_sizes)
@@ -91,7 +91,7 @@ def list_parameters(model: ModelSpec, config: MegatronConfig, stage: int) -> lis
     return parameters
 
 
-def _list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Iterator[Weight]:
+def list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Iterator[Weight]:
     """List a stage's weights in the order of Megatron's modules, each linear layer's adapter after its bias."""
     stated, weights, place = config.lora.list_adapters(model), [], ""
     adapters = {adapter.weight.name.removesuffix("weight"): adapter for adapter in stated}
@@ -135,7 +135,7 @@ def compute_rank_memory(
     """
     parameters, size = parameters or list_parameters(model, config, stage), get_itemsize(config.dtype)
     numbers = sum(parameter.numbers for parameter in parameters)
-    shapes = [weight.cut_shape(config.cut_sizes) for weight in _list_weights(model, config, stage) if weight.is_buffer]
+    shapes = [weight.cut_shape(config.cut_sizes) for weight in list_weights(model, config, stage) if weight.is_buffer]
     buffers = FP32 * sum(map(math.prod, shapes))
     activations = estimate_activations(model, config, stage, micro, kernels, trainable)
     if not trainable:

@@ -143,14 +143,14 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
         on an accelerator ``peak``, beyond the workspaces of libraries, and ``planned peak``; on a CPU ``activations``
             (held by autograd) and ``planned activations``.
     """
-    from engines.probes.saved_bytes import SavedBytes
+    from engines.probes.saved_bytes import SavedBytes, find_place
 
     micro, kernels = MicroBatch(sequences * tokens, sequences), device.platform.kernel_memory
     held = 0 if device.is_host else _count_held(device)
     engine = build_engine(device, model, config)
     shard = plan_shard(engine, make_batch(model, sequences, tokens))
     if device.is_host:
-        saved = SavedBytes({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
+        saved = SavedBytes({find_place(parameter) for parameter in engine.module.parameters()})
         with saved.counting():
             engine.backward(shard, probe_loss, 1.0)
         planned = count_kept(model, config, 0, micro, kernels).most

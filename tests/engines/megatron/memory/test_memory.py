@@ -24,7 +24,7 @@ from engines.megatron.memory.activations import (
 )
 from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
 from engines.models.spec import ModelSpec
-from engines.probes.saved_bytes import SavedBytes
+from engines.probes.saved_bytes import SavedBytes, find_place
 from rlworker.checks.huggingface import probe_loss
 
 MODELS = {
@@ -157,7 +157,7 @@ def count_bytes(engine, sequences: list[list[int]], prompt: int) -> tuple:
     batch = TrainBatch.from_ids(sequences, [prompt] * len(sequences))
     batch = TrainBatch(lengths=batch.lengths, **batch.columns() | {"advantages": torch.ones(batch.num_tokens)})
     schedule, shard = plan(engine, batch)
-    kept = SavedBytes({parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()})
+    kept = SavedBytes({find_place(parameter) for parameter in engine.module.parameters()})
     with kept.counting():
         engine.backward(shard, probe_loss, 7.0)
     assert not kept.now, "everything is given back"

@@ -1,0 +1,141 @@
+"""The device without numbers: operators run on fake tensors, collectives are noted, and values that are read are given.
+
+It rests on parts of torch that are private and may change: ``_setup_privateuseone_for_python_backend``,
+``FakeTensorMode``, the flag ``_set_only_lift_cpu_tensors`` and the process group ``fake``. They were seen to work with
+torch 2.13.0 and megatron-core 0.16.1. A process that has the device keeps it, so it is of no other use.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hardware.megatron.shims import Runtime
+from hardware.platform import KernelMemory
+from hardware.shapes.kernels import count_inside, fuse_norms
+from hardware.shapes.live_bytes import LiveBytes
+
+DEVICE_TYPE = "shapes"
+_aten: Any = torch.ops.aten
+
+
+def open_device() -> torch.device:
+    """Register the device in this process, once and for all, and for torch's process group ``fake``."""
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE)
+    dist.Backend.backend_capability["fake"].append(DEVICE_TYPE)
+    return torch.device(DEVICE_TYPE, 0)
+
+
+def make_runtime(device: torch.device) -> Runtime:
+    """Return what Megatron takes in place of ``torch.cuda``; random numbers are the host's, and nobody reads them."""
+    get_state = lambda *_, **__: torch.get_rng_state()  # noqa: E731
+    return Runtime(
+        device.type, lambda: device, lambda *_: None, get_state, torch.set_rng_state, lambda *_: torch.manual_seed(0)
+    )
+
+
+class _Fakes(FakeTensorMode):
+    """Torch's mode, which takes the device for one that does not start, and so copies no constant to it."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+class ShapeMode(TorchDispatchMode):
+    """Computes shape, type and device of every operator's outputs on the device, and the numbers of those on the host.
+
+    A tensor of the host is real, except where it is copied from the device or made by ``make_on_host``. What reads a
+    value from the device gets those of ``give`` in order, then True, 1 or 1.0.
+
+    Attributes:
+        live: bytes on the device. operators: number of operators there.
+        collectives: name of a collective or message and ranks of its group -> number of calls. sent: the same -> bytes
+            of the largest tensor of each call, in all.
+    """
+
+    def __init__(self, device: torch.device, memory: KernelMemory):
+        super().__init__()
+        self.device, self.live, self.operators = device, LiveBytes(device), 0
+        self.collectives: Counter[tuple[str, int]] = Counter()
+        self.sent: Counter[tuple[str, int]] = Counter()
+        self._memory, self._given = memory, deque[int]()
+        self._fake = _Fakes(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._library = fuse_norms() if memory.fuses_norms else None
+
+    def __enter__(self) -> "ShapeMode":
+        # torch.tensor(..., device=) is otherwise copied to the device where no mode sees it.
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        torch._C._set_only_lift_cpu_tensors(False)
+        super().__exit__(*error)
+
+    def give(self, values: Iterable[int]) -> None:
+        """Give the values that are read next from the device."""
+        self._given.extend(values)
+
+    def make_on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the host that has no numbers either, such as one of a file that is not there."""
+        with self._fake:
+            return torch.empty(shape, dtype=dtype)
+
+    def __torch_dispatch__(self, operator: Any, types, args=(), kwargs=None):
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if operator.overloadpacket in (_aten.pin_memory, _aten._pin_memory):
+            return args[0]  # the host has no such memory
+        if operator.namespace == "c10d":
+            return self._communicate(operator, args)
+        is_fake = any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs)))
+        target = kwargs.get("device")
+        if not is_fake and (target is None or torch.device(target).type != self.device.type):
+            return operator(*args, **kwargs)
+        if operator is _aten._local_scalar_dense.default and args[0].constant is None:
+            return self._read(args[0].dtype)
+        if operator is _aten.equal.default:
+            return True
+        if operator is _aten.is_set_to.default:
+            return _is_same_view(*args)
+        if operator is _aten.copy_.default and not isinstance(args[0], FakeTensor):
+            return args[0]  # numbers that are not there, into real memory of the host
+        self.operators += 1
+        with self._fake:
+            found = operator(*args, **kwargs)
+        self.live.add(found, count_inside(operator, args, self._memory))
+        return found
+
+    def _read(self, dtype: torch.dtype) -> bool | int | float:
+        if dtype == torch.bool:
+            return True
+        if dtype.is_floating_point:
+            return 1.0
+        return self._given.popleft() if self._given else 1
+
+    def _communicate(self, operator: Any, args: tuple) -> Any:
+        """Note a collective or a message, and return what its operator does; it is over at once."""
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        groups = (each for each in args if isinstance(each, torch.ScriptObject))
+        key = (
+            operator.overloadpacket.__name__.rstrip("_"),
+            next(dist.ProcessGroup.unbox(each).size() for each in groups),
+        )
+        self.collectives[key] += 1
+        self.sent[key] += max((each.nbytes for each in tensors), default=0)
+        work = FakeWork().boxed()
+        return work if len(operator._schema.returns) == 1 else (args[0], work)
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    places = [(each.storage_offset(), each.shape, each.stride()) for each in (one, other)]
+    return same and places[0] == places[1]

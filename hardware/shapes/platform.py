@@ -1,0 +1,25 @@
+"""A platform of any name whose device is not there."""
+
+from typing import Any, cast
+
+import torch
+
+from hardware.platform import Platform
+
+
+def make_shaped(platform: Platform) -> Platform:
+    """Return the platform with the device of ``hardware.shapes.device`` in place of its own, and fake collectives.
+
+    Lowering, layers and attention stay the platform's own.
+    """
+
+    def init_process(self, local_rank: int) -> torch.device:
+        from hardware.megatron.shims import install
+        from hardware.shapes.device import make_runtime, open_device
+
+        device = open_device()
+        install(make_runtime(device))
+        return device
+
+    own: dict[str, Any] = {"dist_backend": "fake", "init_process": init_process, "get_device_key": lambda self: None}
+    return cast(Platform, type(f"Shaped{type(platform).__name__}", (type(platform),), own)())

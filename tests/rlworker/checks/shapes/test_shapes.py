@@ -1,0 +1,146 @@
+"""Ranks in shapes, against the plan and against the same code with numbers."""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+from support.models import write_config
+
+from engines.config import MegatronConfig, VllmConfig
+from engines.megatron.memory.activations import count_kept
+from engines.models.spec import ModelSpec
+from hardware.platforms import get_platform
+from rlworker.checks.shapes.case import RankCase, RankCount
+from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, plan_rank, run_cases
+from rlworker.config.memory import plan_micro_batch
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import DataConfig
+
+TINY = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1001, "rope_theta": 1e6}
+TINY |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+EXPERTS = TINY | {"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 32, "norm_topk_prob": True}
+QWEN_7B = TINY | {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 152064}
+QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
+
+
+def make_config(folder: str, **actor) -> RunConfig:
+    return RunConfig(
+        model=folder,
+        platform="cuda",
+        data=DataConfig(max_prompt_tokens=256),
+        actor=MegatronConfig(**{"dtype": "bfloat16", "micro_batch_tokens": 2048} | actor),
+        rollout=VllmConfig(max_new_tokens=256, dtype="bfloat16"),
+        prompts_per_step=8,
+        samples_per_prompt=8,
+        steps=1,
+    )
+
+
+def run(config: RunConfig, ranks: list[int]) -> list[tuple[RankCase, RankCount]]:
+    cases = list_cases(config, ModelSpec.from_folder(config.model), ranks)
+    return list(zip(cases, run_cases(cases), strict=True))
+
+
+def check_static(config: RunConfig, case: RankCase, count: RankCount) -> None:
+    """What is held is planned to the byte, and what autograd keeps nearly."""
+    memory = plan_rank(case, config)
+    assert count.held == {kind: getattr(memory, kind) for kind in count.held}
+    kernels = get_platform(case.platform).kernel_memory
+    kept = count_kept(case.model, case.config, case.stage, plan_micro_batch(config), kernels).most
+    assert case.routes == "worst" or count.kept == pytest.approx(kept, rel=0.07)
+
+
+def test_a_rank_steps_and_exports_without_its_device(tmp_path):
+    config = make_config(write_config(tmp_path, TINY))
+    ((case, count),) = run(config, [0])
+    check_static(config, case, count)
+    assert count.activations == pytest.approx(plan_rank(case, config).activations, rel=0.15)
+    assert (case.sequences, case.micro_batches) == (4, 1)
+    assert count.tensors == len(case.model.list_hf_names()) and count.exported == 2 * case.model.count_weights()
+    text, fits = describe_counts([case], [count], config, 0.001)
+    assert not fits and "differs" not in text and "Does not fit into 0.001 GB in shapes: rank 0 needs" in text
+
+
+def test_ranks_are_chosen_from_every_kind_of_stage(tmp_path):
+    config = make_config(write_config(tmp_path, TINY | {"num_hidden_layers": 8}), ranks=32, tp=2, pp=4)
+    assert choose_ranks(config) == [0, 16, 24, 31]
+    cases = list_cases(config, ModelSpec.from_folder(config.model), [31])
+    assert (cases[0].stage, cases[0].micro_batches) == (3, 4)
+    with pytest.raises(ValueError, match="--run-shapes names rank 32, expected 0 to 31"):
+        list_cases(config, cases[0].model, [32])
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "sizes",
+    [{"ranks": 4, "tp": 2, "pp": 2}, {"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"}, {"ranks": 8, "tp": 4}],
+    ids=str,
+)
+def test_stages_and_parts_of_a_model(tmp_path, sizes):
+    config = make_config(write_config(tmp_path, TINY), **sizes)
+    for case, count in run(config, choose_ranks(config)):
+        check_static(config, case, count)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("sizes", [{"ranks": 2, "ep": 2}, {"ranks": 4, "ep": 2, "pp": 2}], ids=str)
+def test_experts_with_balanced_and_with_worst_routes(tmp_path, sizes):
+    config = make_config(write_config(tmp_path, EXPERTS), **sizes)
+    found = run(config, [1])
+    for case, count in found:
+        check_static(config, case, count)
+    assert found[1][1].kept > found[0][1].kept, "the worst routes bring more rows"
+
+
+@pytest.mark.large
+def test_a_rank_of_seven_billion_parameters(tmp_path):
+    config = make_config(write_config(tmp_path, QWEN_7B), ranks=8, tp=4, recompute="full", micro_batch_tokens=14336)
+    ((case, count),) = run(config, [5])
+    check_static(config, case, count)
+    assert count.activations == pytest.approx(plan_rank(case, config).activations, rel=0.15)
+
+
+def count_in_numbers(case: RankCase) -> tuple[dict[str, int], int]:
+    """What an engine holds, and what autograd held in its step, with numbers and over gloo."""
+    import torch.distributed as dist
+
+    from engines.probes.saved_bytes import SavedBytes, find_place
+    from hardware.platforms import get_platform
+
+    platform = get_platform(case.platform)
+    device = platform.init_process(0)
+    from engines.megatron.engine import MegatronEngine
+    from engines.megatron.groups import init_distributed
+    from rlworker.checks.shapes.rank import compute_loss, list_held, make_shard
+
+    init_distributed(platform, case.config, 0, "localhost:0", 0, dist.HashStore())
+    engine = MegatronEngine(case.model, case.config, platform, device)
+    saved = SavedBytes({find_place(parameter) for parameter in engine.module.parameters()})
+    with saved.counting():
+        engine.train_step(make_shard(case, 0), compute_loss, 1.0)
+    return list_held(engine), saved.most
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("recompute", ["none", "core", "full"])
+def test_the_same_code_in_shapes_and_in_numbers(make_hf_model, recompute):
+    config = MegatronConfig(recompute=recompute)
+    case = RankCase(ModelSpec.from_folder(make_hf_model("qwen2", True)), config, "cuda-emulated", 0, 65, 4, 2)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        held, kept = process.submit(count_in_numbers, case).result()
+    (count,) = run_cases([case])
+    assert count.held == held
+    assert count.kept == pytest.approx(kept, rel=0.07)
+
+
+@pytest.mark.large
+def test_a_rank_that_fails_is_named(tmp_path):
+    from rlworker.errors import RunError
+
+    config = make_config(write_config(tmp_path, TINY))
+    (case,) = list_cases(config, ModelSpec.from_folder(config.model), [0])
+    with pytest.raises(RunError, match="rank 0 of 1, stage 0, failed in shapes"):
+        run_cases([replace(case, micro_batches=0)])
