@@ -204,7 +204,7 @@ class EnvRunner:
         if failure:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
         counts = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
-        outcome = {"failure": failure} | counts
+        outcome: dict[str, Any] = {"failure": failure} | counts
         if episode:
             outcome |= {"rewards": tuple(episode.rewards), "forks": episode.forks, "answer": str(episode.answer)}
             outcome["parts"] = tuple(episode.parts.items())
