@@ -2,7 +2,6 @@
 
 python -m recipes.grpo_gsm8k --model FOLDER        an instruct model of up to 8 billion parameters
 python -m recipes.grpo_gsm8k --smoke               the same recipe, tiny, on a CPU
-python -m recipes.grpo_gsm8k --smoke --smoke-model qwen3_5_text    and of a model with states, as Qwen3.5 is one
 
 In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB; with ``--platform``
 the sizes of a node of that platform.

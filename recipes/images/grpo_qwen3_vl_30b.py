@@ -4,15 +4,15 @@ https://arxiv.org/abs/2511.21631), on the geometry problems of recipes.images.gr
 python -m recipes.images.grpo_qwen3_vl_30b --model FOLDER        Qwen3-VL-30B-A3B, or a mixture of its size
 python -m recipes.images.grpo_qwen3_vl_30b --smoke               the same recipe, tiny, on a CPU
 
-In full, which is untested: on the devices, and with the rates, of recipes.grpo_qwen3_30b.
+In full, which is untested: on the devices, and with the rates, of recipes.sized.grpo_qwen3_30b.
 """
 
 from dataclasses import replace
 
-from recipes import grpo_qwen3_30b
 from recipes.common.mathematics import find_answer, math_reward
 from recipes.common.smoke import parse_recipe_config
 from recipes.images import grpo_geo3k
+from recipes.sized import grpo_qwen3_30b
 from rlworker import launch, one_turn
 
 DEFAULT = replace(

@@ -27,6 +27,7 @@ RECIPES = {
     "dapo_math": (),
     "served.agent_openai": (),
     "distill": ("--algorithm.reference",),
+    "sized.grpo_qwen3_5": (),
     "served.judge_and_math": ("--models.judge.model",),
     "sft": (),
     "images.grpo_geo3k": (),
@@ -34,7 +35,7 @@ RECIPES = {
     "images.sft_vlm": (),
 }
 """Recipe -> options that name further models."""
-MIXTURES = ("grpo_qwen3_30b", "images.grpo_qwen3_vl_30b")
+MIXTURES = ("sized.grpo_qwen3_30b", "images.grpo_qwen3_vl_30b")
 """Recipes whose models have experts."""
 NPU = ("--platform", "npu-emulated")
 ON_NPU = ("grpo_gsm8k", "ppo_gsm8k", "images.grpo_geo3k")
@@ -54,7 +55,6 @@ SMOKES = [
     *((name, {"ppo_gsm8k": TRACED, "images.grpo_geo3k": KEPT}.get(name, ())) for name in RECIPES),
     *((name, ()) for name in MIXTURES),
     *((name, NPU) for name in ON_NPU),
-    ("grpo_gsm8k", STATES),
     ("sft", STATES),
     ("sft", LORA),
     ("grpo_gsm8k", LORA),

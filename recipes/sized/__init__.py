@@ -1,0 +1,1 @@
+"""Recipes of text models by name, with the sizes of a machine for them."""
