@@ -53,6 +53,7 @@ def check_static(config: RunConfig, case: RankCase, count: RankCount) -> None:
     assert case.routes == "worst" or count.kept == pytest.approx(kept, rel=0.07)
 
 
+@pytest.mark.large
 def test_a_rank_steps_and_exports_without_its_device(tmp_path):
     config = make_config(write_config(tmp_path, TINY))
     ((case, count),) = run(config, [0])
