@@ -178,15 +178,18 @@ def main() -> None:
         config = write_rows(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    parts = {}
+    parts: dict[str, Any] = {}
     if config.shuffle_rewards:
         from recipes.common.toys import shuffle_advantage, shuffle_teacher
         from rlworker.algorithms.distillation import reverse_kl
         from rlworker.algorithms.objective import configure_advantage
 
-        parts["advantage"] = shuffle_advantage(configure_advantage(config))
         if config.distill.top_k:
-            parts = {"loss": shuffle_teacher(reverse_kl)}
+            parts["loss"] = shuffle_teacher(reverse_kl)
+        elif config.algorithm.distills:
+            sys.exit("error: shuffle_rewards: distill learns from no reward; set --distill.top-k, or leave it out")
+        else:
+            parts["advantage"] = shuffle_advantage(configure_advantage(config))
     launch(config, one_turn(reward, find_answer), **parts)
 
 

@@ -2,8 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from vllm import LLM, PoolingParams
@@ -14,7 +13,7 @@ from vllm.inputs import TokensPrompt
 from engines.config import VllmConfig
 from engines.config.served import ClassifierSpec
 from engines.interfaces import Tag
-from engines.vllm.processes import unlink_shared_memory
+from engines.vllm.processes import tie_workers
 from engines.vllm.sleep import Sleep
 from hardware.platform import Platform
 
@@ -57,10 +56,7 @@ class ClassifierEngine:
         self.llm = LLM(**settings)
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
-            self.llm.collective_rpc("tie_to_engine")
-            unlink_shared_memory()
-            executor = cast(Any, self.llm.llm_engine.engine_core).engine_core.model_executor
-            executor.register_failure_callback(partial(os._exit, 1))
+            tie_workers(self.llm)
 
     def compute_logits(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Compute the logits ``[T, labels]`` float32 of each prompt, of a sequence classification ``[1, labels]``.

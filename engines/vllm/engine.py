@@ -17,7 +17,7 @@ from engines.config import VllmConfig
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.completions import cut_routes, read_completion, read_scores
-from engines.vllm.processes import unlink_shared_memory
+from engines.vllm.processes import tie_workers
 from engines.vllm.prompts import make_params, make_prompt
 from engines.vllm.read_back import merge_readings
 from engines.vllm.sleep import Sleep
@@ -111,7 +111,7 @@ class VllmEngine:
         self.llm.llm_engine.engine_core.set_weight_version("0")
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
-            self._tie_workers()
+            tie_workers(self.llm)
         if config.top_k:
             self.llm.collective_rpc("break_ties")
         if config.replay_routes:
@@ -126,16 +126,6 @@ class VllmEngine:
                     f"{backend}; this version of vLLM does not take what was registered with it: install the one in "
                     "requirements"
                 )
-
-    def _tie_workers(self) -> None:
-        """Have the processes of the engine's devices end with this one, and this one with any of them.
-
-        An engine that lost a device is lost, and is found to be so as any process that ended.
-        """
-        self.llm.collective_rpc("tie_to_engine")
-        unlink_shared_memory()
-        executor = cast(Any, self.llm.llm_engine.engine_core).engine_core.model_executor
-        executor.register_failure_callback(partial(os._exit, 1))
 
     def close(self) -> None:
         """Stop vLLM and free its memory, as far as this process can; another engine may then start in it."""

@@ -5,8 +5,13 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux' prctl: sets the signal that this process gets when its parent ends."""
@@ -22,6 +27,17 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def tie_workers(llm: "LLM") -> None:
+    """Have the processes of an engine's devices end with this one, and this one with any of them.
+
+    An engine that lost a device is lost, and is found to be so as any process that ended.
+    """
+    llm.collective_rpc("tie_to_engine")
+    unlink_shared_memory()
+    executor = cast(Any, llm.llm_engine.engine_core).engine_core.model_executor
+    executor.register_failure_callback(partial(os._exit, 1))
 
 
 def unlink_shared_memory() -> None:

@@ -10,23 +10,13 @@ trained. In full, which is untested: eight training ranks and four vLLM engines,
 import ast
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 
+from recipes import grpo_gsm8k
 from recipes.common.agents import connect, play_with_tools
 from recipes.common.mathematics import math_reward
-from recipes.common.smoke import RecipeConfig, parse_recipe_config
-from rlworker import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    DataConfig,
-    EnvironmentConfig,
-    Episode,
-    MegatronConfig,
-    OptimizerConfig,
-    Policy,
-    Row,
-    VllmConfig,
-    launch,
-)
+from recipes.common.smoke import parse_recipe_config
+from rlworker import AlgorithmConfig, Episode, Policy, Row, launch
 
 TURNS = 8
 SYSTEM = "Solve the question. Call calculate for every sum, and answer at the end with the number alone."
@@ -90,26 +80,13 @@ async def play(policy: Policy, row: Row) -> Episode:
     return endpoint.episode
 
 
-DEFAULT = RecipeConfig(
+DEFAULT = replace(
+    grpo_gsm8k.DEFAULT,
     run_dir="runs/agent_openai",
-    data=DataConfig(
-        "hf:openai/gsm8k/main:train",
-        "hf:openai/gsm8k/main:test",
-        prompt_field="question",
-        instruction=SYSTEM,
-        max_prompt_tokens=512,
-    ),
-    actor=MegatronConfig(
-        ranks=8, tp=4, dtype="bfloat16", recompute="full", optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.01)
-    ),
-    rollout=VllmConfig(engines=4, max_new_tokens=512, max_model_len=4096, dtype="bfloat16", kv_cache_mb=32768),
+    data=replace(grpo_gsm8k.DEFAULT.data, instruction=SYSTEM),
+    rollout=replace(grpo_gsm8k.DEFAULT.rollout, max_new_tokens=512, max_model_len=4096),
     algorithm=AlgorithmConfig(mini_batches=4),
-    environment=EnvironmentConfig(turns=TURNS, tokens=4096, workers=8),
-    steps=435,
-    prompts_per_step=256,
-    samples_per_prompt=5,
-    eval_every=10,
-    checkpoint=CheckpointConfig(save_every=50),
+    environment=replace(grpo_gsm8k.DEFAULT.environment, turns=TURNS, tokens=4096),
 )
 
 if __name__ == "__main__":

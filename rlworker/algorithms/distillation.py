@@ -74,8 +74,8 @@ def check_teachers(rows: Sequence[Row], run: RunConfig, roles: Mapping[str, obje
     config = run.distill
     if not run.algorithm.distills:
         return
-    sources = {row.source.get(SOURCE) for row in rows}
-    if missing := sorted(repr(source) for source in sources if config.name_role(source) not in roles):
+    sources = {str(row.source.get(SOURCE)) for row in rows}
+    if missing := sorted(source for source in sources if config.name_role(source) not in roles):
         raise ValueError(
             f"distill: rows of {SOURCE} {', '.join(missing[:5])} have no teacher; name one by --distill.teachers "
             "SOURCE=FOLDER, or one of all other rows by --algorithm.reference"

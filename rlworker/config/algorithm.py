@@ -337,5 +337,5 @@ class DistillConfig:
             )
 
     def name_role(self, source: object) -> str:
-        """Return the role of the teacher of rows with this ``data_source``."""
-        return f"{TEACHER}{source}" if source in self.teachers else "reference"
+        """Return the role of the teacher of rows with this ``data_source``, which may be any JSON value."""
+        return f"{TEACHER}{source}" if str(source) in self.teachers else "reference"

@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from engines.config import MegatronConfig, ServedModelConfig, VllmConfig
 from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
-from engines.validation import check_types
+from engines.validation import check_types, option
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
 from rlworker.config.algorithm import TEACHER, AlgorithmConfig, DistillConfig, Importance
 from rlworker.config.model_checks import check_engines
@@ -333,8 +333,11 @@ class RunConfig(TrainingConfig):
         """
         specs = {"actor": check_engines(find(self.model), self.platform, self.actor, self.rollout)}
         if (top := self.top_logprobs) > (vocab := specs["actor"].vocab):
-            setting = "algorithm.score_centering" if self.algorithm.score_centering else "distill.top_k"
-            raise ValueError(f"config: {setting}={top} is above the {vocab} tokens of the model's vocabulary; lower it")
+            key = ("algorithm", "score_centering") if self.algorithm.score_centering else ("distill", "top_k")
+            raise ValueError(
+                f"config: {'.'.join(key)}={top} is above the {vocab} tokens of the model's vocabulary; lower "
+                f"{option(*key)}"
+            )
         for role, folder in self.roles.items():
             if role != "actor":
                 from rlworker.config.beside_actor import check_beside_actor

@@ -103,6 +103,13 @@ def describe_counts(
         figures = "".join(f"{counted[kind] / GB:12.3f}" for kind in _KINDS)
         lines.append(f"{name:34s}{sum(count.seconds.values()):8.0f}{figures}")
         lines.append(f"{'  planned':42s}" + "".join(f"{planned[kind] / GB:12.3f}" for kind in _KINDS))
+        sent = (
+            f"{name} x {calls} over {ranks} ranks {size / GB:.3f} GB"
+            for (name, ranks), (calls, size) in sorted(count.collectives.items())
+            if ranks > 1
+        )
+        if text := ", ".join(sent):
+            lines.append(f"  calls, and the largest tensor of each in all: {text}")
         differing = [kind for kind in count.held if count.held[kind] != planned[kind]]
         if differing:
             lines.append(f"  The plan differs in {', '.join(differing)}, which should be equal to the byte.")

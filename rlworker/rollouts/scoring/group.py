@@ -23,9 +23,11 @@ class ScoringGroup(Rollouts):
     """The engines of a served model: placed, watched and replaced as the policy's are, and never sent weights.
 
     Args:
-        platform: name of the platform. model: the model. config: the run's settings.
+        model: the model. config: the run's settings.
         list_ranks: as of ``Rollouts``.
     """
+
+    worker_class = ScoringWorker
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class ScoringGroup(Rollouts):
         list_ranks: Callable[[], Sequence[DeviceSlot]] | None = None,
     ):
         self.model, self.config = model, make_engine_config(model, config)
-        self.worker_class, self.title, self.named = ScoringWorker, f"{model.name} engine", (model.name,)
+        self.title, self.named = f"{model.name} engine", (model.name,)
         super().__init__(config.platform, model.config.engines, model.config.tp, list_ranks)
 
     def begin(self) -> ScoringGroup:

@@ -89,6 +89,8 @@ def test_each_sequence_is_compared_with_the_teacher_of_its_row():
     assert torch.equal(found.ref_logprobs, sign * tokens)
     assert torch.equal(found.ref_top_logprobs[:, 1], sign * ((tokens + 1) % VOCAB))
 
+    assert DistillConfig().name_role(["any"]) == config.name_role({}) == "reference", "a source may be any JSON value"
+
     roles = {"actor": None, "teacher sums": None, "teacher code": None}
     run = RunConfig(algorithm=AlgorithmConfig(name="distill"), distill=config)
     with pytest.raises(ValueError, match=r"rows of data_source None have no teacher; name one by --distill\.teachers"):
