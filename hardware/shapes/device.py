@@ -28,19 +28,19 @@ DEVICE_TYPE = "shapes"
 _aten: Any = torch.ops.aten
 
 
-def open_device() -> torch.device:
-    """Register the device in this process, once and for all, and for torch's process group ``fake``."""
+def open_device() -> tuple[torch.device, Runtime]:
+    """Register the device in this process, once and for all, and for torch's process group ``fake``.
+
+    Returns:
+        the device, and the functions that Megatron calls in place of ``torch.cuda``. Random numbers are the host's, and
+        nobody reads them.
+    """
     backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE)
     dist.Backend.backend_capability["fake"].append(DEVICE_TYPE)
-    return torch.device(DEVICE_TYPE, 0)
-
-
-def make_runtime(device: torch.device) -> Runtime:
-    """Return what Megatron takes in place of ``torch.cuda``; random numbers are the host's, and nobody reads them."""
+    device = torch.device(DEVICE_TYPE, 0)
     get_state = lambda *_, **__: torch.get_rng_state()  # noqa: E731
-    return Runtime(
-        device.type, lambda: device, lambda *_: None, get_state, torch.set_rng_state, lambda *_: torch.manual_seed(0)
-    )
+    set_seed = lambda *_: torch.manual_seed(0)  # noqa: E731
+    return device, Runtime(device.type, lambda: device, lambda *_: None, get_state, torch.set_rng_state, set_seed)
 
 
 class _Fakes(FakeTensorMode):
@@ -54,11 +54,12 @@ class _Fakes(FakeTensorMode):
 class ShapeMode(TorchDispatchMode):
     """Computes shape, type and device of every operator's outputs on the device, and the numbers of those on the host.
 
-    A tensor of the host is real, except where it is copied from the device or made by ``make_on_host``. What reads a
+    A tensor of the host is real, except where it is copied from the device or made under ``on_host``. What reads a
     value from the device gets those of ``give`` in order, then True, 1 or 1.0.
 
     Attributes:
-        live: bytes on the device. operators: number of operators there.
+        live: bytes on the device. on_host: context in which tensors of the host have no numbers either, such as those
+            of a file that is not there. operators: number of operators there.
         collectives: name of a collective or message and ranks of its group -> number of calls. sent: the same -> bytes
             of the largest tensor of each call, in all.
     """
@@ -69,7 +70,7 @@ class ShapeMode(TorchDispatchMode):
         self.collectives: Counter[tuple[str, int]] = Counter()
         self.sent: Counter[tuple[str, int]] = Counter()
         self._memory, self._given = memory, deque[int]()
-        self._fake = _Fakes(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.on_host = _Fakes(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._library = fuse_norms() if memory.fuses_norms else None
 
     def __enter__(self) -> "ShapeMode":
@@ -84,11 +85,6 @@ class ShapeMode(TorchDispatchMode):
     def give(self, values: Iterable[int]) -> None:
         """Give the values that are read next from the device."""
         self._given.extend(values)
-
-    def make_on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the host that has no numbers either, such as one of a file that is not there."""
-        with self._fake:
-            return torch.empty(shape, dtype=dtype)
 
     def __torch_dispatch__(self, operator: Any, types, args=(), kwargs=None):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -105,11 +101,14 @@ class ShapeMode(TorchDispatchMode):
         if operator is _aten.equal.default:
             return True
         if operator is _aten.is_set_to.default:
-            return _is_same_view(*args)
+            storages, *places = zip(
+                *((each.untyped_storage()._cdata, each.storage_offset(), each.shape, each.stride()) for each in args)
+            )
+            return all(one == other for one, other in (storages, *places))
         if operator is _aten.copy_.default and not isinstance(args[0], FakeTensor):
             return args[0]  # numbers that are not there, into real memory of the host
         self.operators += 1
-        with self._fake:
+        with self.on_host:
             found = operator(*args, **kwargs)
         self.live.add(found, count_inside(operator, args, self._memory))
         return found
@@ -133,9 +132,3 @@ class ShapeMode(TorchDispatchMode):
         self.sent[key] += max((each.nbytes for each in tensors), default=0)
         work = FakeWork().boxed()
         return work if len(operator._schema.returns) == 1 else (args[0], work)
-
-
-def _is_same_view(one: Tensor, other: Tensor) -> bool:
-    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    places = [(each.storage_offset(), each.shape, each.stride()) for each in (one, other)]
-    return same and places[0] == places[1]

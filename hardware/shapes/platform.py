@@ -15,10 +15,10 @@ def make_shaped(platform: Platform) -> Platform:
 
     def init_process(self, local_rank: int) -> torch.device:
         from hardware.megatron.shims import install
-        from hardware.shapes.device import make_runtime, open_device
+        from hardware.shapes.device import open_device
 
-        device = open_device()
-        install(make_runtime(device))
+        device, runtime = open_device()
+        install(runtime)
         return device
 
     own: dict[str, Any] = {"dist_backend": "fake", "init_process": init_process, "get_device_key": lambda self: None}

@@ -56,7 +56,10 @@ def check_same_tokens(model: ModelSpec, actor: ModelSpec) -> None:
         return  # a critic or a reference may have no tokenizer of its own
     if Path(model.folder).samefile(actor.folder):
         return
-    own, others = (_read_tokens(spec.folder) for spec in (actor, model))
+    from tokenizers import Tokenizer
+
+    read = (Tokenizer.from_file(str(Path(spec.folder, "tokenizer.json"))) for spec in (actor, model))
+    own, others = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in read)
     if differing := [(number, token) for token, number in own.items() if others.get(token) != number]:
         number, token = min(differing)
         raise ValueError(
@@ -64,13 +67,6 @@ def check_same_tokens(model: ModelSpec, actor: ModelSpec) -> None:
             f"of {len(own)} tokens differ, the first is {token!r}, id {number} of the actor and "
             f"{others.get(token, 'no token')} there; take a model with the actor's tokenizer"
         )
-
-
-def _read_tokens(folder: str) -> dict[str, int]:
-    """Read token -> id from the ``tokenizer.json`` of a model."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(Path(folder, "tokenizer.json"))).get_vocab(with_added_tokens=True)
 
 
 def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:

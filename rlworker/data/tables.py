@@ -124,13 +124,9 @@ def _read_dataset(path: str, load: Callable, expected: str) -> Iterator[dict]:
         dataset = load()
     except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
         raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
-    features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=_skip_decoding))
+    # Decoders are off, but for Json's, which gives plain values. A kind without a decoder drops the key.
+    plain = lambda feature: isinstance(feature.get("_type"), str) and "feature" not in feature  # noqa: E731
+    skip = lambda feature: feature | ({"decode": feature["_type"] == "Json"} if plain(feature) else {})  # noqa: E731
+    features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=skip))
     batches = dataset.with_format("arrow").iter(batch_size=_BATCH)  # overrides the format that its owner set
     return (features.decode_example(row) for batch in batches for row in batch.to_pylist())
-
-
-def _skip_decoding(feature: dict) -> dict:
-    """Return a feature's description with its decoder off; that of Json stays on, for it gives plain values."""
-    if isinstance(kind := feature.get("_type"), str) and "feature" not in feature:  # neither a struct nor a list
-        return feature | {"decode": kind == "Json"}  # a kind without a decoder drops the key
-    return feature

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hardware.platforms import get_platform
@@ -19,7 +21,7 @@ from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import check_trackers
-from rlworker.trainers.stop import block_signals, graceful_stop
+from rlworker.trainers.stop import SIGNALS, graceful_stop
 
 if TYPE_CHECKING:
     from engines.models.spec import ModelSpec
@@ -52,7 +54,9 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             folder = check_run(config)
             running.callback(folder.release)
             log_start("settings, folders and fields of rows are checked")
-            with ThreadPoolExecutor(1, initializer=block_signals) as beside:
+            # The main thread gets the signals of the other, too; it may hold them back.
+            block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
+            with ThreadPoolExecutor(1, initializer=block) as beside:
                 building = beside.submit(_build_trainer, config, environment, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
                 running.enter_context(running_ray(config.num_workers, config.platform, count_batch_bytes(config)))

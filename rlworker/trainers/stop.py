@@ -13,7 +13,8 @@ import psutil
 
 from rlworker.errors import RunError
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""The signals that end a run at the end of its step."""
 
 
 class Stop:
@@ -35,7 +36,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # Python lets no other ask for signals
-            self._before = {number: signal.signal(number, self._handle_signal) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *_) -> None:
@@ -56,7 +57,7 @@ class Stop:
             return
         again = bool(self.signal)
         self.signal = self.signal or number
-        for each in _SIGNALS:
+        for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         _say(f"{name}: ends at once; " + ("the newest checkpoint stands" if again else "no step was under way"))
         for child in psutil.Process().children(recursive=True):  # every process that this one started, and theirs
@@ -79,11 +80,6 @@ def graceful_stop() -> Iterator[Stop]:
             sys.exit(f"error: {error}")
         if stop.signal and stop.in_hand:
             sys.exit(stop.exit_status)
-
-
-def block_signals() -> None:
-    """Block SIGTERM and SIGINT in this thread, so that the main thread gets them; it may hold them back."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _say(text: str) -> None:

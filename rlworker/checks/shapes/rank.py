@@ -101,7 +101,8 @@ class _ConfigFolder:
         return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.mode.make_on_host(self.model.find_hf_shape(name), torch.bfloat16)
+        with self.mode.on_host:
+            return torch.empty(self.model.find_hf_shape(name), dtype=torch.bfloat16)
 
     def read_rows(self, name: str, start: int, count: int) -> Tensor:
         """Return ``count`` rows of a tensor."""
@@ -126,12 +127,7 @@ def compute_loss(outputs: Outputs, batch: TrainBatch) -> tuple[Tensor, dict[str,
 def _take_step(engine: Any, case: RankCase, mode: ShapeMode) -> int:
     """Take an optimizer step, and return the most bytes that autograd held in it."""
     step = engine.optimizer.step
-
-    def step_in_phase() -> Any:
-        mode.live.begin("optimizer")
-        return step()
-
-    engine.optimizer.step = step_in_phase
+    engine.optimizer.step = lambda: (mode.live.begin("optimizer"), step())[1]
     mode.live.begin("passes")
     saved = SavedBytes({find_place(parameter) for parameter in engine.module.parameters()})
     with saved.counting():
