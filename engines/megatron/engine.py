@@ -96,7 +96,7 @@ class MegatronEngine:
         # Typed as in an engine that learns; of other engines only attributes that a plain module has are read.
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
-        self.weights_on_device = OffloadedWeights(module, device) if cpu_offload else contextlib.nullcontext()
+        self.weights_on_device = OffloadedWeights(module) if cpu_offload else contextlib.nullcontext()
         self.offload_manager = OffloadManager(wrapped, learner[0], device, visits=cpu_offload)
 
     # -- forward and backward

@@ -87,12 +87,13 @@ class ShapeMode(TorchDispatchMode):
         self._given.extend(values)
 
     def __torch_dispatch__(self, operator: Any, types, args=(), kwargs=None):
-        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        kwargs = dict(kwargs or {})
+        is_pinned = kwargs.pop("pin_memory", False)  # memory of the host that takes numbers of the device
         if operator.overloadpacket in (_aten.pin_memory, _aten._pin_memory):
             return args[0]  # the host has no such memory
         if operator.namespace == "c10d":
             return self._communicate(operator, args)
-        is_fake = any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs)))
+        is_fake = is_pinned or any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs)))
         target = kwargs.get("device")
         if not is_fake and (target is None or torch.device(target).type != self.device.type):
             return operator(*args, **kwargs)

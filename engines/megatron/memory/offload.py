@@ -4,10 +4,12 @@ On a CPU the host's memory is the device's too, and the same copies are made.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor
 
 from engines.batch.balance import choose_largest
@@ -21,32 +23,37 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 
 
 class OffloadedWeights:
-    """Weights of a module that does not learn, on the device within a ``with`` and on the host outside it."""
+    """Weights of a module that does not learn, on the device within a ``with`` and on the host outside it.
 
-    def __init__(self, module: torch.nn.Module, device: torch.device):
-        self.device = device
-        self.kept = [(parameter, copy_to_host(parameter)) for parameter in module.parameters()]
+    Storages are given back and taken again under the same tensors: torch (2.13) lets no tensor of a device of
+    ``PrivateUse1``, such as an NPU, become one of the host by ``.data`` (pytorch#196975).
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        storages = {each.data_ptr(): each for each in (p.untyped_storage() for p in module.parameters())}
+        self.kept = [(storage, copy_to_host(_view_bytes(storage))) for storage in storages.values()]
         self._leave_device()
 
     def __enter__(self) -> None:
-        for parameter, kept in self.kept:
-            parameter.data = torch.empty_like(kept, device=self.device).copy_(kept, non_blocking=True)
+        for storage, kept in self.kept:
+            storage.resize_(kept.nbytes)
+            _view_bytes(storage).copy_(kept, non_blocking=True)
 
     def __exit__(self, *_) -> None:
         self._leave_device()
 
     def _leave_device(self) -> None:
-        for parameter, kept in self.kept:
-            parameter.data = kept
+        for storage, _ in self.kept:
+            storage.resize_(0)
 
 
 class OffloadedOptimizer:
     """Offloaded optimizer state: fp32 masters and moments of a share of a rank's parameters, stepped on the host.
 
-    The optimizer's tensors are on the host, except while Megatron assigns their gradients. Torch refuses a gradient on
-    another device than its tensor, so for that moment each is replaced by a placeholder on the device that takes no
-    memory. A step copies the gradients to the host and computes there. Megatron then copies the masters to the weights
-    on their device. A checkpoint is the same as without offloading.
+    Megatron's lists have tensors of the host, except while it assigns and clips their gradients. Torch refuses a
+    gradient on another device than its tensor, so for that time placeholders stand there: tensors of the device that
+    take no memory. A step copies the gradients to the host and computes there. Megatron then copies the masters to the
+    weights on their device. A checkpoint is the same as without offloading.
 
     Megatron-core 0.16.1 has ``HybridDeviceOptimizer`` for this purpose. It accepts only tensors with ``is_cuda``, so it
     cannot run without such a card.
@@ -58,34 +65,41 @@ class OffloadedOptimizer:
     def __init__(self, part: DistributedOptimizer, fraction: float):
         parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
         chosen = choose_largest([parameter.numel() for parameter in parameters], fraction)
-        self.parameters = [parameters[place] for place in sorted(chosen)]
-        self.placeholders = [p.new_empty(1).expand(p.shape) for p in self.parameters]
-        self.kept = [copy_to_host(parameter) for parameter in self.parameters]
-        self._prepare = part.prepare_grads
-        self._return_to_host()
+        taken = [parameters[place] for place in sorted(chosen)]
+        self.on_host = [copy_to_host(parameter) for parameter in taken]
+        self.placeholders = [parameter.new_empty(1).expand(parameter.shape) for parameter in taken]
+        for others in (self.on_host, self.placeholders):
+            for parameter, other in zip(taken, others, strict=True):
+                copy_tensor_model_parallel_attributes(other, parameter)
+                vars(other).update({"shared": parameter.shared} if hasattr(parameter, "shared") else {})
+        self._part, self._prepare = part, part.prepare_grads
+        replaced = self._exchange(taken, self.on_host)
+        for weight in chain(*part.model_float16_groups):  # a handle that would keep the master on the device
+            weight.main_param = replaced.get(id(weight.main_param), weight.main_param)
         part.prepare_grads = self.prepare_grads
         part.optimizer.register_step_pre_hook(lambda *_: self._fetch_gradients())
         part.optimizer.register_step_post_hook(lambda *_: self._drop_gradients())
 
     def prepare_grads(self) -> bool:
         """Megatron's, which assigns each of its gradients."""
-        for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
-            parameter.data = placeholder
+        self._exchange(self.on_host, self.placeholders)
         return self._prepare()
 
     def _fetch_gradients(self) -> None:
-        gradients = [parameter.grad for parameter in self.parameters]
-        self._drop_gradients()
-        self._return_to_host()
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = copy_to_host(gradient)
+        self._exchange(self.placeholders, self.on_host)
+        for host, placeholder in zip(self.on_host, self.placeholders, strict=True):
+            host.grad, placeholder.grad = copy_to_host(placeholder.grad), None
 
-    def _return_to_host(self) -> None:
-        for parameter, kept in zip(self.parameters, self.kept, strict=True):
-            parameter.data = kept
+    def _exchange(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Put other tensors into Megatron's lists; returns id of the earlier tensor -> tensor."""
+        replaced = {id(one): other for one, other in zip(before, after, strict=True)}
+        groups = [group["params"] for group in self._part.optimizer.param_groups]
+        for tensors in chain(groups, self._part.shard_fp32_groups, self._part.shard_fp32_from_float16_groups):
+            tensors[:] = [replaced.get(id(each), each) for each in tensors]
+        return replaced
 
     def _drop_gradients(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self.on_host:
             parameter.grad = None
 
 

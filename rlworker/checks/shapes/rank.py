@@ -136,17 +136,18 @@ def _take_step(engine: Any, case: RankCase, mode: ShapeMode) -> int:
 
 
 def list_held(engine: Any) -> dict[str, int]:
-    """List the bytes of an engine's parameters, gradients and optimizer state, after a step or more."""
+    """List the bytes of parameters, gradients and optimizer state on an engine's device, after a step or more."""
     buffers = [*engine.module.buffers, *engine.module.expert_parallel_buffers]
     frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
     biases = [router.bias for router in (engine.routers.layers if engine.routers else ()) if router.bias is not None]
     parts = engine.optimizer.chained_optimizers
     masters = [shard for part in parts for group in part.shard_fp32_from_float16_groups for shard in group]
     states = [value for part in parts for state in part.optimizer.state.values() for value in state.values()]
+    kept = [each for each in (*masters, *states) if isinstance(each, Tensor) and each.device == engine.device]
     return {
         "parameters": sum(each.nbytes for each in [*(buffer.param_data for buffer in buffers), *frozen, *biases]),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-        "optimizer": sum(each.nbytes for each in [*masters, *states] if isinstance(each, Tensor)),
+        "optimizer": sum(each.nbytes for each in kept),
     }
 
 

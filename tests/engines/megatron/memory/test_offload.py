@@ -30,8 +30,8 @@ def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, f
     state, seen = part.prepare_grads.__self__, []
 
     def look(*_) -> None:
-        kept = {tensor.data_ptr() for tensor in state.kept}
-        own = [(p.data_ptr() in kept, p.grad is not None) for p in state.parameters]
+        masters = {id(each) for group in part.optimizer.param_groups for each in group["params"]}
+        own = [(id(each) in masters, each.grad is not None) for each in state.on_host]
         seen.append((all(cpu_offload for cpu_offload, _ in own), all(has_gradient for _, has_gradient in own)))
 
     part.optimizer.register_step_pre_hook(look)
@@ -47,9 +47,9 @@ def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, f
     look()
     weights = [{name: tensor.clone() for name, tensor in engine.export_weights()} for engine in every]
     prepared = sum(tensor.untyped_storage().nbytes() for tensor in state.placeholders)
-    numbers = [sum(p.numel() for p in x) for x in (state.parameters, part.optimizer.param_groups[0]["params"])]
-    moments = [value for p in state.parameters for value in part.optimizer.state[p].values()]
-    return {"weights": weights, "seen": seen, "likeness_bytes": prepared, "tensors": len(state.kept)} | {
+    numbers = [sum(p.numel() for p in x) for x in (state.on_host, part.optimizer.param_groups[0]["params"])]
+    moments = [value for p in state.on_host for value in part.optimizer.state[p].values()]
+    return {"weights": weights, "seen": seen, "likeness_bytes": prepared, "tensors": len(state.on_host)} | {
         "moments": len(moments),
         "numbers": numbers,
     }
@@ -81,13 +81,10 @@ def visiting_forward(rank: int, world: int, address: str, folder: str) -> dict:
     stays = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False)
     visits = build_engine(rank, world, address, folder, {"tp": 2}, trainable=False, cpu_offload=True)
     _, shard = plan(stays, make_batch())
-    kept = {tensor.data_ptr() for _, tensor in visits.weights_on_device.kept}
     where = []
 
     def look(*_) -> None:
-        parameters = list(visits.module.parameters())
-        where.append({parameter.data_ptr() in kept for parameter in parameters})
-        assert len(parameters) == len(kept)
+        where.append({parameter.untyped_storage().nbytes() == 0 for parameter in visits.module.parameters()})
 
     look()
     visits.module.register_forward_pre_hook(look)

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 import pytest
 from support.models import write_config
 
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from engines.megatron.memory.activations import count_kept
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
@@ -77,8 +77,12 @@ def test_ranks_are_chosen_from_every_kind_of_stage(tmp_path):
 @pytest.mark.large
 @pytest.mark.parametrize(
     "sizes",
-    [{"ranks": 4, "tp": 2, "pp": 2}, {"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"}, {"ranks": 8, "tp": 4}],
-    ids=str,
+    [
+        {"ranks": 4, "tp": 2, "pp": 2},
+        {"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"},
+        {"ranks": 8, "tp": 4, "optimizer": OptimizerConfig(offload_fraction=0.25)},
+    ],
+    ids=["TP2-PP2", "CP2-PP2-recompute", "TP4-offload"],
 )
 def test_stages_and_parts_of_a_model(tmp_path, sizes):
     config = make_config(write_config(tmp_path, TINY), **sizes)
