@@ -11,7 +11,15 @@ def make_shaped(platform: Platform) -> Platform:
     """Return the platform with the device of ``hardware.shapes.device`` in place of its own, and fake collectives.
 
     Lowering, layers and attention stay the platform's own.
+
+    Raises:
+        ValueError: the platform computes by operators of its own, whose shapes are not known here.
     """
+    if platform.name.startswith("npu"):
+        raise ValueError(
+            f"platform: {platform.name} computes by operators of torch_npu, which have no shapes here; run shapes by "
+            "--platform cuda, where parameters, gradients and optimizer take the same bytes"
+        )
 
     def init_process(self, local_rank: int) -> torch.device:
         from hardware.megatron.shims import install

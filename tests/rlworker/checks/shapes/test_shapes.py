@@ -11,6 +11,7 @@ from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from engines.megatron.memory.activations import count_kept
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
+from hardware.shapes.platform import make_shaped
 from rlworker.checks.shapes.case import RankCase, RankCount
 from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, plan_rank, run_cases
 from rlworker.config.memory import plan_micro_batch
@@ -72,6 +73,12 @@ def test_ranks_are_chosen_from_every_kind_of_stage(tmp_path):
     assert (cases[0].stage, cases[0].micro_batches) == (3, 4)
     with pytest.raises(ValueError, match="--run-shapes names rank 32, expected 0 to 31"):
         list_cases(config, cases[0].model, [32])
+
+
+def test_a_platform_with_operators_of_its_own_is_refused():
+    for name in ("npu", "npu-emulated"):
+        with pytest.raises(ValueError, match=f"{name} computes by operators of torch_npu.*run shapes by --platform"):
+            make_shaped(get_platform(name))
 
 
 @pytest.mark.large
