@@ -1,7 +1,7 @@
 """The sections of a run's settings: each a frozen dataclass that checks its own values."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -247,6 +247,19 @@ class PlacementConfig:
                     f"devices onto those of actor.ranks={ranks}; lower --{section}.engines or --{section}.tp, or leave "
                     "--placement.colocate out"
                 )
+
+    def check_roles(self, roles: Container[str]) -> None:
+        """Raise ValueError where a model that the run does not have is given a place."""
+        if unused := [role for role in self.dedicated_devices if role not in roles]:
+            raise ValueError(
+                f"config: placement.dedicated_devices names {unused}, which this run does not have; leave "
+                "--placement.dedicated-devices out, or set --critic.train or --algorithm.kl-coef"
+            )
+        if idle := [role for role in self.cpu_offload if role not in roles]:
+            raise ValueError(
+                f"config: placement.cpu_offload names {idle}, which this run does not have; leave "
+                "--placement.cpu-offload out, or set --algorithm.kl-coef"
+            )
 
     def check_view(self) -> None:
         """Raise ValueError where a reference that is the actor with its adapters off has a place of its own."""
