@@ -159,7 +159,7 @@ class CriticConfig:
     so too."""
     model: str = ""
     """HuggingFace folder or hf:ORG/NAME of a language model or a critic to start from; empty takes the actor's. A new
-    value head starts at 0."""
+    value head starts at 0. With actor.lora.rank the actor's is held once for both."""
     lr: Annotated[float, Ge(0), FINITE] = 1e-5
     """Peak learning rate; the other optimizer settings are the actor's."""
     clip: Annotated[float, Ge(0), FINITE] = 0.0

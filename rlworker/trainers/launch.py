@@ -52,6 +52,8 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             folder = check_run(config)
             running.callback(folder.release)
             log_start("settings, folders and fields of rows are checked")
+            if config.shares_base:
+                log_start("the critic shares the actor's weights, beside adapters and a head of its own")
             with ThreadPoolExecutor(1, initializer=block_signals) as beside:
                 building = beside.submit(_build_trainer, config, environment, parts | {"folder": folder, "stop": stop})
                 # Ray's processes end with the thread that starts them, which is therefore this one.
