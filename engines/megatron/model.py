@@ -184,7 +184,7 @@ def build_model(
 @contextmanager
 def _building_without_memory() -> Iterator[None]:
     """Leave parameters that modules register in this context without memory, as soon as each is registered."""
-    leave = lambda _, __, parameter: torch.nn.Parameter(parameter.detach().to("meta"))  # noqa: E731
+    leave: Any = lambda _, __, parameter: torch.nn.Parameter(parameter.detach().to("meta"))  # noqa: E731
     handle = register_module_parameter_registration_hook(leave)
     try:
         yield

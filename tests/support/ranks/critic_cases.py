@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.ranks.adapter_cases import OPTIMIZER, draw_batch, fill
 from support.ranks.engines_cases import build_engine, plan
-
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engines.batch.batch import TrainBatch
@@ -46,26 +45,29 @@ def run_critic(
 
 
 def run_beside_actor(
-    rank: int, world: int, address: str, folder: str, settings: dict, platform: str, images: tuple, out: str
+    rank: int, world: int, address: str, folder: str, settings: dict, images: tuple[str, ...]
 ) -> list[dict]:
     """Compute two steps of an actor and a critic with adapters: one that shares the actor's base, and one that does
     not. Parts of both leave the device in between, as they do beside rollout engines."""
     results, settings = [], settings | {"optimizer": replace(OPTIMIZER, lr=1e-2)}
     for shares in (True, False):
-        actor = build_engine(rank, world, address, folder, settings, platform)
-        before, options = count_bytes(), {"base": actor if shares else None}
+        actor = build_engine(rank, world, address, folder, settings)
+        before, base = count_bytes(), actor if shares else None
         model, most = ModelSpec.from_folder(folder, head="value"), watch_parameters(actor.decoder)
-        critic = build_engine(rank, world, address, model, settings, platform, **options)
-        found = {"bytes": count_bytes() - before, "most": most(), "planned": plan_bytes(critic, rank, world, shares)}
+        critic = build_engine(rank, world, address, model, settings, base=base)
+        found = {
+            "bytes": count_bytes() - before,
+            "most": most(),
+            "planned": plan_parameters(critic, rank, world, shares),
+        }
         fill(actor, 5)
         fill(critic, 6)
-        found["numbers"] = [*step_twice(actor, critic, draw_batch(actor.model, images), f"{out}/{shares}-{rank}")]
-        results.append(found | {"is_leader": actor.is_leader and not actor.dp_rank})
-        del actor, critic, options
+        results.append(found | {"numbers": [*step_twice(actor, critic, draw_batch(actor.model, images))]})
+        del actor, critic, base
     return results
 
 
-def step_twice(actor, critic, batch: TrainBatch, out: str) -> Iterator:
+def step_twice(actor, critic, batch: TrainBatch) -> Iterator:
     """Yield all that two steps compute: values, logprobs, gradient norms and weights."""
     every = ("weights", "gradients", "optimizer")
     _, shard = plan(actor, batch)
@@ -122,12 +124,13 @@ def watch_parameters(there: torch.nn.Module) -> Callable[[], int]:
     return end
 
 
-def plan_bytes(engine, rank: int, world: int, shares: bool) -> dict[str, int]:
+def plan_parameters(engine, rank: int, world: int, shares: bool) -> int:
+    """Return the planned bytes of a rank's parameters."""
     from megatron.core import parallel_state as mpu
 
     stage, place = mpu.get_pipeline_model_parallel_rank(), rank % (world // engine.config.pp)
     sizes = engine.config, stage, place, MicroBatch(), engine.platform.kernel_memory
-    return vars(compute_rank_memory(engine.model, *sizes, shares_base=shares))
+    return compute_rank_memory(engine.model, *sizes, shares_base=shares).parameters
 
 
 def check_critic(ranks: list[dict], want: tuple[torch.Tensor, dict], measured, of_the_largest: float = 0.0) -> None:
