@@ -124,7 +124,7 @@ def test_beside_adapters_the_base_is_held_once(
     pool_of, make_hf_model, measured, tmp_path, size, family, lora, settings
 ):
     """A critic that shares the actor's base computes bit for bit what one with a copy of it does, and what leaves the
-    device comes back for both. Its building takes no more memory than its largest parameter."""
+    device comes back for both. While it is built few of its parameters are there at once."""
     images = tuple(make_images(tmp_path)) if family in IMAGE_FAMILIES else ()
     folder = make_vlm(tmp_path / "model", family) if images else make_hf_model(family, family == "qwen2")
     settings = parse_size(size) | settings | {"lora": lora}
