@@ -31,7 +31,7 @@ from engines.megatron.memory.offload import OffloadedWeights, OffloadManager
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config, choose_learning
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
-from engines.megatron.weights import export_weights, load_weights
+from engines.megatron.weights import export_weights
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
 from hardware.platform import Platform
@@ -45,6 +45,7 @@ class MegatronEngine:
         temperature: divides the logits before logprobs and entropy, as the sampler does.
         trainable: False builds neither gradients nor an optimizer (a reference model).
         cpu_offload: offload frozen weights to the host; they are on the device only during a forward pass.
+        base: engine of the same folder, both with adapters; its frozen weights are this one's, and it moves them.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class MegatronEngine:
         temperature: float = 1.0,
         trainable: bool = True,
         cpu_offload: bool = False,
+        base: "MegatronEngine | None" = None,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
         self.temperature, self.banned, self.pad_id = temperature, model.banned_tokens, 0  # any id pads: nothing sees it
@@ -68,9 +70,7 @@ class MegatronEngine:
         )
         self.transformer = build_transformer_config(model, config)
         self.rotary = Rotary(model, device)
-        module = build_model(model, self.transformer, platform).to(device)  # where Megatron's own layers are already
-        load_weights(module, model)
-        self.decoder = module
+        self.decoder = module = build_model(model, self.transformer, platform, device, base and base.decoder)
         self.stage_layers = get_transformer_layer_offset(self.transformer), get_num_layers_to_build(self.transformer)
         self.routers = None
         if model.experts:
@@ -97,7 +97,7 @@ class MegatronEngine:
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
         self.weights_on_device = OffloadedWeights(module) if cpu_offload else contextlib.nullcontext()
-        self.offload_manager = OffloadManager(wrapped, learner[0], device, visits=cpu_offload)
+        self.offload_manager = OffloadManager(wrapped, learner[0], device, cpu_offload, base and base.offload_manager)
 
     # -- forward and backward
 

@@ -1,5 +1,7 @@
 """A Megatron GPT of the shape a HuggingFace folder describes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,9 +17,10 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engines.config import MegatronConfig
-from engines.megatron.weights import name_parameters
+from engines.megatron.weights import load_weights, name_parameters
 from engines.models.adapters import is_adapter
 from engines.models.spec import ModelSpec
 from hardware.megatron.marks import mark_sequence_parallel
@@ -134,30 +137,59 @@ def _scale_embedding(embedding: torch.nn.Module, inputs: tuple, output: torch.Te
     return output * torch.tensor(output.shape[-1] ** 0.5, dtype=output.dtype)
 
 
-def build_model(model: ModelSpec, config: TransformerConfig, platform: Platform) -> Decoder:
-    """Build this rank's part of the model, its weights not yet loaded."""
+def build_model(
+    model: ModelSpec,
+    config: TransformerConfig,
+    platform: Platform,
+    device: torch.device,
+    base: Decoder | None = None,
+) -> Decoder:
+    """Build this rank's part of the model, with the weights of its folder.
+
+    Args:
+        base: the same rank's part of the same folder, built before and frozen but for its adapters. Its parameters are
+            this module's too, but for a critic's head, and are read no second time.
+    """
     tp, first = config.tensor_model_parallel_size, get_transformer_layer_offset(config)
-    module = Decoder(
-        config,
-        platform.build_layer_spec(config, model.options[first : first + get_num_layers_to_build(config)]),
-        vocab_size=-(-model.vocab // tp) * tp,
-        max_sequence_length=model.max_positions,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
-        position_embedding_type="none",
-        share_embeddings_and_output_weights=model.tied,
-    )
+    with _building_without_memory() if base else nullcontext():
+        module = Decoder(
+            config,
+            platform.build_layer_spec(config, model.options[first : first + get_num_layers_to_build(config)]),
+            vocab_size=-(-model.vocab // tp) * tp,
+            max_sequence_length=model.max_positions,
+            pre_process=mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(),
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=model.tied,
+        )
+        if model.vision and module.pre_process:
+            from engines.megatron.vision.embedding import add_tower
+
+            add_tower(module, model.vision)
     if model.family.scales_embedding and module.pre_process:
         module.embedding.register_forward_hook(_scale_embedding)
     if model.head == "value" and module.post_process:
         module.output_layer = ValueHead(config)
-    if model.vision and module.pre_process:
-        from engines.megatron.vision.embedding import add_tower
-
-        add_tower(module, model.vision)
+    shared = dict(base.named_parameters()) if base else {}
+    for name in [name for name, parameter in module.named_parameters() if parameter.is_meta]:
+        place, _, last = name.rpartition(".")
+        setattr(module.get_submodule(place), last, shared[name])
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    module.to(device)  # where Megatron's own layers are already
+    load_weights(module, model, {*shared.values()})
     return module
+
+
+@contextmanager
+def _building_without_memory() -> Iterator[None]:
+    """Leave parameters that modules register in this context without memory, as soon as each is registered."""
+    leave: Any = lambda _, __, parameter: torch.nn.Parameter(parameter.detach().to("meta"))  # noqa: E731
+    handle = register_module_parameter_registration_hook(leave)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def choose_learning(module: Decoder, model: ModelSpec, config: MegatronConfig, trainable: bool) -> None:

@@ -1,7 +1,7 @@
 """HuggingFace weights into Megatron ranks and back out, as the model's family states them."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -161,8 +161,11 @@ def _read(folder: SafetensorsFolder, weight: Weight) -> tuple[Weight, list[Tenso
 
 
 @torch.no_grad()
-def load_weights(module: GPTModel, model: ModelSpec) -> None:
+def load_weights(module: GPTModel, model: ModelSpec, loaded: Container[Tensor] = ()) -> None:
     """Fill this rank's parameters and buffers from the model's folder; a critic's head that it lacks stays zero.
+
+    Args:
+        loaded: parameters that are left as they are.
 
     Raises:
         ValueError: the folder lacks a weight, has an unknown one, or a weight has another shape than in the config.
@@ -172,7 +175,7 @@ def load_weights(module: GPTModel, model: ModelSpec) -> None:
     for name, parameter in _name_weights(module, model).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
         weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
-        if any(n not in folder for n in weight.tensors):
+        if parameter in loaded or any(n not in folder for n in weight.tensors):
             continue
         rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
         value = cut_share(*_read(folder, weight), model, rows)

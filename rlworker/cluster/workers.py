@@ -46,7 +46,8 @@ class Role:
         temperature: the logits are divided by it.
         trainable: whether the engine has gradients and an optimizer.
         cpu_offload: whether its weights are on the device only while it computes.
-        is_view: whether it is the engine before it with its adapters off, and takes no memory.
+        is_view: whether it is the actor's engine with its adapters off, and takes no memory.
+        shares_base: whether its weights beside its adapters and head are the actor's.
         needs_topk_logprobs: whether its loss reads the sampler's likeliest ids; other engines are not sent them.
     """
 
@@ -57,6 +58,7 @@ class Role:
     trainable: bool = True
     cpu_offload: bool = False
     is_view: bool = False
+    shares_base: bool = False
     needs_topk_logprobs: bool = False
 
 
@@ -136,7 +138,7 @@ class TrainWorker(_Worker):
             for role in roles:
                 where = role.model.move_here(), role.config, self.platform, self.device
                 uses: dict[str, Any] = dict(temperature=role.temperature, trainable=role.trainable)
-                uses["cpu_offload"] = role.cpu_offload
+                uses |= {"cpu_offload": role.cpu_offload, "base": self.engines["actor"] if role.shares_base else None}
                 engine: Any = BaseView(self.engines["actor"]) if role.is_view else MegatronEngine(*where, **uses)
                 self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}

@@ -141,6 +141,7 @@ def _find_largest_rank(model: ModelSpec, config: Config, stage: int, role: str) 
     # Without experts, the tensor-parallel ranks that hold parts of the same parameters have equally much.
     ranks = range(0, actor.ranks // actor.pp if trainable else 1, 1 if model.experts else actor.tp)
     settings = {"trainable": trainable, "cpu_offload": cpu_offload, "parameters": list_parameters(model, actor, stage)}
+    settings["shares_base"] = isinstance(config, RunConfig) and role == "critic" and config.shares_base
     memories = (compute_rank_memory(model, actor, stage, rank, micro, kernels, **settings) for rank in ranks)
     return max(memories, key=lambda memory: memory.total)
 

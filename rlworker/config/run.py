@@ -175,16 +175,7 @@ class RunConfig(TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if unused := [role for role in self.placement.dedicated_devices if role not in self.roles]:
-            raise ValueError(
-                f"config: placement.dedicated_devices names {unused}, which this run does not have; leave "
-                "--placement.dedicated-devices out, or set --critic.train or --algorithm.kl-coef"
-            )
-        if idle := [role for role in self.placement.cpu_offload if role not in self.roles]:
-            raise ValueError(
-                f"config: placement.cpu_offload names {idle}, which this run does not have; leave "
-                "--placement.cpu-offload out, or set --algorithm.kl-coef"
-            )
+        self.placement.check_roles(self.roles)
         if self.views_reference:
             self.placement.check_view()
         if self.placement.colocate:
@@ -275,6 +266,12 @@ class RunConfig(TrainingConfig):
     def views_reference(self) -> bool:
         """Tell whether the reference is the actor with its adapters off."""
         return bool(self.actor.lora.rank and self.algorithm.parts.kl_coef) and not self.algorithm.reference
+
+    @property
+    def shares_base(self) -> bool:
+        """Tell whether the critic's weights beside its adapters and head are the actor's, held once."""
+        is_apart = "critic" in self.placement.dedicated_devices
+        return bool(self.actor.lora.rank) and not is_apart and self.roles.get("critic") == self.model
 
     @property
     def num_workers(self) -> int:

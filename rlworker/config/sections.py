@@ -1,7 +1,7 @@
 """The sections of a run's settings: each a frozen dataclass that checks its own values."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -159,7 +159,7 @@ class CriticConfig:
     so too."""
     model: str = ""
     """HuggingFace folder or hf:ORG/NAME of a language model or a critic to start from; empty takes the actor's. A new
-    value head starts at 0."""
+    value head starts at 0. With actor.lora.rank the actor's is held once for both."""
     lr: Annotated[float, Ge(0), FINITE] = 1e-5
     """Peak learning rate; the other optimizer settings are the actor's."""
     clip: Annotated[float, Ge(0), FINITE] = 0.0
@@ -247,6 +247,19 @@ class PlacementConfig:
                     f"devices onto those of actor.ranks={ranks}; lower --{section}.engines or --{section}.tp, or leave "
                     "--placement.colocate out"
                 )
+
+    def check_roles(self, roles: Container[str]) -> None:
+        """Raise ValueError where a model that the run does not have is given a place."""
+        if unused := [role for role in self.dedicated_devices if role not in roles]:
+            raise ValueError(
+                f"config: placement.dedicated_devices names {unused}, which this run does not have; leave "
+                "--placement.dedicated-devices out, or set --critic.train or --algorithm.kl-coef"
+            )
+        if idle := [role for role in self.cpu_offload if role not in roles]:
+            raise ValueError(
+                f"config: placement.cpu_offload names {idle}, which this run does not have; leave "
+                "--placement.cpu-offload out, or set --algorithm.kl-coef"
+            )
 
     def check_view(self) -> None:
         """Raise ValueError where a reference that is the actor with its adapters off has a place of its own."""

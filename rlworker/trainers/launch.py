@@ -54,6 +54,8 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             folder = check_run(config)
             running.callback(folder.release)
             log_start("settings, folders and fields of rows are checked")
+            if config.shares_base:
+                log_start("the critic shares the actor's weights, beside adapters and a head of its own")
             # The main thread gets the signals of the other, too; it may hold them back.
             block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
             with ThreadPoolExecutor(1, initializer=block) as beside:

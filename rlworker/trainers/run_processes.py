@@ -20,7 +20,7 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
     settings += "reference" in config.placement.cpu_offload, config.views_reference, config.distill.top_k > 0
     roles |= {name: Role(name, model, *settings) for name, model in models.items() if name not in ("actor", "critic")}
     if "critic" in models:
-        roles["critic"] = Role("critic", models["critic"], config.critic_of_run)
+        roles["critic"] = Role("critic", models["critic"], config.critic_of_run, shares_base=config.shares_base)
     shared = tuple(role for name, role in roles.items() if name not in config.placement.dedicated_devices)
     yield "actor", config.platform, shared, config.seed
     for name in dict.fromkeys(config.placement.dedicated_devices):

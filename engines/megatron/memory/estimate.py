@@ -123,6 +123,7 @@ def compute_rank_memory(
     *,
     trainable: bool = True,
     cpu_offload: bool = False,
+    shares_base: bool = False,
     parameters: list[Parameter] | None = None,
 ) -> RankMemory:
     """Compute the memory of a pipeline stage's rank.
@@ -131,6 +132,7 @@ def compute_rank_memory(
         rank: number among the stage's ranks.
         micro: sizes of a micro-batch. kernels: extra memory of the platform's kernels.
         trainable: with gradients and an optimizer. cpu_offload: frozen weights are offloaded to the host.
+        shares_base: frozen weights are another engine's in the same process, and not counted here.
         parameters: the stage's, where they were listed before.
     """
     parameters, size = parameters or list_parameters(model, config, stage), get_itemsize(config.dtype)
@@ -142,7 +144,7 @@ def compute_rank_memory(
         host = numbers * size if cpu_offload else 0
         return RankMemory(numbers * size + buffers, 0, 0, activations, host, cpu_offload)
     learning = [parameter for parameter in parameters if parameter.learns]
-    frozen = numbers - sum(parameter.numbers for parameter in learning)
+    frozen = 0 if shares_base else numbers - sum(parameter.numbers for parameter in learning)
     buffer = state = offloaded = 0
     for is_expert, apart in ((False, config.tp), (True, config.cut_sizes["ep"] * config.cut_sizes["etp"])):
         own = [parameter for parameter in learning if parameter.is_expert == is_expert]

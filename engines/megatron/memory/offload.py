@@ -113,11 +113,19 @@ class OffloadManager:
     Args:
         module: wrapped in Megatron's DistributedDataParallel where it learns. optimizer: None where it does not.
         visits: its weights are on the host anyway, but while it computes.
+        base: the manager that moves its frozen weights, which are another engine's too; None where this one does.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizer, device: torch.device, visits: bool = False):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer,
+        device: torch.device,
+        visits: bool = False,
+        base: "OffloadManager | None" = None,
+    ):
         self._module: Any = module  # a wrapped module has Megatron's buffers
-        self._optimizer, self._device, self._visits = optimizer, device, visits
+        self._optimizer, self._device, self._visits, self._base = optimizer, device, visits, base
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:
@@ -141,6 +149,8 @@ class OffloadManager:
 
     def require(self, who: str, *parts: OffloadPart) -> None:
         """Raise RuntimeError where one of these is not on the device."""
+        if self._base and "weights" in parts:
+            self._base.require(who, "weights")
         if missing := [name for name in parts if name in self._left]:
             raise RuntimeError(
                 f"engine: {who} was called while {' and '.join(missing)} were offloaded, expected them on the device; "
@@ -151,7 +161,8 @@ class OffloadManager:
         """List the storages of a holding that are on the device, each once."""
         weights: list[Tensor] = []
         if not self._visits:  # those that learn are views into buffers, the others are frozen
-            weights = [*(buffer.param_data for buffer in self._list_buffers()), *self._module.parameters()]
+            frozen = () if self._base else self._module.parameters()
+            weights = [*(buffer.param_data for buffer in self._list_buffers()), *frozen]
         seen: set[int] = set()
         if name == "optimizer":  # fp32 weights are their own masters
             seen = {tensor.untyped_storage().data_ptr() for tensor in weights}

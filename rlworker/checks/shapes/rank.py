@@ -69,22 +69,24 @@ def _replace_files(engines: Any, model: ModelSpec, mode: ShapeMode) -> None:
     Args:
         engines: the module ``engines.megatron.engine``.
     """
+    from engines.megatron import model as models
     from engines.megatron import weights
 
     build = engines.build_model
 
     def build_on_device(*settings: Any) -> Any:
         with mode.device:
-            module = build(*settings)
+            return build(*settings)
+
+    def move_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         for part in module.modules():
-            part._buffers.update(
-                {name: each.to(mode.device) for name, each in part._buffers.items() if each is not None}
-            )
-        module.to = lambda _: module
+            part._buffers.update({name: each.to(device) for name, each in part._buffers.items() if each is not None})
         return module
 
-    module: Any = weights
-    module.SafetensorsFolder = lambda _: _ConfigFolder(model, mode)
+    reader: Any = weights
+    reader.SafetensorsFolder = lambda _: _ConfigFolder(model, mode)
+    decoder: Any = models.Decoder
+    decoder.to = move_buffers
     engines.build_model = build_on_device
 
 

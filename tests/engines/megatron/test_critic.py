@@ -4,15 +4,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.cover import matrix
-from support.factors import FOUR_RANKS, LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
+from support.factors import FOUR_RANKS, IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
 from support.huggingface import name_gradients
-from support.ranks.critic_cases import check_critic, run_critic
+from support.models import make_vlm
+from support.ranks.critic_cases import check_critic, run_beside_actor, run_critic
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
+from support.ranks.vlm_cases import make_images
 
 from engines.batch.batch import TrainBatch
-from engines.batch.shard import ValueOutputs
-from engines.config import OptimizerConfig
+from engines.batch.shard import TokenOutputs, ValueOutputs, list_columns
+from engines.config import LoraConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface
 
@@ -96,3 +98,53 @@ def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, a
     results = two_ranks.run(run, draw_address(), draw_address(), folder, str(tmp_path))
     trained, loaded = (next(r[i] for r in results if r[i]) for i in (0, 1))
     assert "score.weight" in trained and all(torch.equal(trained[name], loaded[name]) for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "lora", "settings"),
+    [
+        ("one", "qwen2", LoraConfig(rank=4), {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.large)
+            for case in (
+                ("TP2", "qwen3", LoraConfig(rank=4), {"dtype": "bfloat16", "recompute": "full"}),
+                ("PP2", "gemma3_text", LoraConfig(rank=4), {"layout": "bshd"}),
+                ("CP2", "qwen2", LoraConfig(rank=4), {}),
+                ("DP2-EP2", "qwen3_moe", LoraConfig(rank=4, targets=("attention", "experts")), {}),
+                ("TP2-EP2", "glm4_moe", LoraConfig(rank=4, targets=("attention",)), {}),
+                ("TP2", "qwen3_5_text", LoraConfig(rank=4), {}),
+                ("TP2", "qwen2_5_vl", LoraConfig(rank=4, targets=("attention", "vision")), {}),
+                ("PP2", "gemma3", LoraConfig(rank=4), {"recompute": "full"}),
+                ("one", "internvl", LoraConfig(rank=4), {}),
+            )
+        ),
+    ],
+)
+def test_beside_adapters_the_base_is_held_once(
+    pool_of, make_hf_model, measured, tmp_path, size, family, lora, settings
+):
+    """A critic that shares the actor's base computes bit for bit what one with a copy of it does, and what leaves the
+    device comes back for both. While it is built few of its parameters are there at once."""
+    images = tuple(make_images(tmp_path)) if family in IMAGE_FAMILIES else ()
+    folder = make_vlm(tmp_path / "model", family) if images else make_hf_model(family, family == "qwen2")
+    settings = parse_size(size) | settings | {"lora": lora}
+    ranks = pool_of(size).run(run_beside_actor, draw_address(), folder, settings, images)
+    for shared, own in ranks:
+        assert len(shared["numbers"]) == len(own["numbers"]) == 11
+        for mine, other in zip(shared["numbers"], own["numbers"], strict=True):
+            assert_equal(mine, other)
+        saved = own["bytes"] - shared["bytes"]
+        measured({"bytes": shared["bytes"], "saved": saved, "most": shared["most"]})
+        assert saved == own["planned"] - shared["planned"] > 0
+        assert shared["most"] < 0.5 * own["most"], "a module's parameters leave as soon as they are registered"
+
+
+def assert_equal(mine, other) -> None:
+    """Assert that outputs, norms or weights by name are the same numbers."""
+    if isinstance(mine, ValueOutputs | TokenOutputs):
+        mine, other = list_columns(mine), list_columns(other)
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
+    else:
+        assert mine == other and (mine is None or mine > 0)

@@ -15,8 +15,9 @@ from engines.models.adapter_folder import save_adapter_folder
 from engines.models.spec import ModelSpec
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config
+from rlworker.config.memory import list_needs
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import PlacementConfig
+from rlworker.config.sections import CriticConfig, PlacementConfig
 
 
 @pytest.mark.parametrize(
@@ -167,3 +168,31 @@ def test_a_reference_without_a_model_of_its_own_is_the_actor():
     for name in ("dedicated_devices", "cpu_offload"):
         with pytest.raises(ValueError, match=rf"{name}=\('reference',\) names the reference, which beside actor.lora"):
             RunConfig(actor=actor, algorithm=kl, placement=PlacementConfig(**{name: ("reference",)}))
+
+
+def test_a_critic_of_the_actors_model_in_its_processes_shares_the_weights(make_hf_model):
+    """They are counted once: a critic that shares them has adapters and a head, and one on other devices has a copy."""
+    folder, lora = make_hf_model("qwen2", True), LoraConfig(rank=2)
+    critic = CriticConfig(train=True)
+    config = RunConfig(model=folder, actor=MegatronConfig(lora=lora), critic=critic)
+    for shares, changes in (
+        (True, {}),
+        (True, {"critic": replace(critic, model=folder)}),
+        (True, {"critic": CriticConfig(), "algorithm": AlgorithmConfig(name="ppo")}),
+        (True, {"placement": PlacementConfig(colocate=True)}),
+        (False, {"critic": replace(critic, model="another")}),
+        (False, {"placement": PlacementConfig(dedicated_devices=("critic",))}),
+        (False, {"actor": MegatronConfig()}),
+        (False, {"critic": CriticConfig()}),
+    ):
+        assert replace(config, **changes).shares_base == shares, changes
+    models = {"actor": ModelSpec.from_folder(folder), "critic": ModelSpec.from_folder(folder, head="value")}
+    apart = replace(config, placement=PlacementConfig(dedicated_devices=("critic",)))
+    shared, copied = (
+        next(need.roles["critic"] for need in list_needs(each, models) if "critic" in need.roles)
+        for each in (config, apart)
+    )
+    weights = [weight for weight in models["critic"].weights.values() if not weight.is_head]
+    numbers = sum(math.prod(shape) for weight in weights for shape in weight.tensors.values())
+    assert copied.parameters - shared.parameters == 4 * numbers
+    assert replace(copied, parameters=shared.parameters) == shared

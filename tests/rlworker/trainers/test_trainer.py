@@ -427,6 +427,33 @@ def test_adapters_learn_are_sent_merged_and_resume(make_hf_model, data, tmp_path
 
 
 @pytest.mark.large
+def test_a_critic_that_shares_the_actors_weights_learns_bit_for_bit_as_one_with_a_copy(make_hf_model, data, tmp_path):
+    """In processes beside the rollout engines, and in turns with them on the same devices."""
+    config = make_config(
+        make_hf_model,
+        data,
+        tmp_path / "shared",
+        tied=True,
+        actor=MegatronConfig(ranks=2, tp=2, optimizer=OPTIMIZER, lora=LoraConfig(rank=4)),
+        algorithm=AlgorithmConfig(kl_coef=0.05, mini_batches=2),
+        critic=CriticConfig(train=True, lr=1e-2, warmup_steps=1),
+        steps=3,
+    )
+    critic = replace(config.critic, model=str(shutil.copytree(config.model, tmp_path / "copy")))
+    runs = {"shared": {}, "turns": {"placement": PlacementConfig(colocate=True)}, "copied": {"critic": critic}}
+    lines = {}
+    for name, changes in runs.items():
+        with trainer_of(replace(config, run_dir=str(tmp_path / name), **changes), digits_reward) as trainer:
+            trainer.fit()
+            assert trainer.critic.role.shares_base == (name != "copied")
+        lines[name] = [without_time(line) for line in read_metrics(tmp_path / name)]
+    assert len(lines["copied"]) == 4 and all(line["critic_grad_norm"] > 0 for line in lines["copied"][1:])
+    assert lines["copied"][-1]["explained_variance"] != 0, "the critic has learned"
+    assert lines["shared"] == lines["copied"]
+    assert lines["turns"] == lines["copied"]
+
+
+@pytest.mark.large
 def test_pipeline_stages_and_rewards_that_fail(make_hf_model, data, tmp_path, capsys, measured):
     """A tied llama over PP2; some calls of the reward raise, some end its process, and the run goes on."""
 

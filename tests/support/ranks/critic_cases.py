@@ -1,12 +1,23 @@
 """What the ranks of a critic run, and how far their values and gradients are from a reference."""
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 
+import pytest
 import torch
+from support.ranks.adapter_cases import OPTIMIZER, draw_batch, fill
 from support.ranks.engines_cases import build_engine, plan
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from engines.batch.batch import TrainBatch
+from engines.megatron.memory.activations import MicroBatch
+from engines.megatron.memory.estimate import compute_rank_memory
 from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
+from rlworker.checks.huggingface import probe_loss
 
 VALUES, GRADIENTS = 1e-5, 1e-6
 
@@ -32,6 +43,93 @@ def run_critic(
         "values": values.values if engine.is_leader else None,
         "gradients": gradients if engine.is_leader else None,
     }
+
+
+def run_beside_actor(
+    rank: int, world: int, address: str, folder: str, settings: dict, images: tuple[str, ...]
+) -> list[dict]:
+    """Compute two steps of an actor and a critic with adapters: one that shares the actor's base, and one that does
+    not. Parts of both leave the device in between, as they do beside rollout engines."""
+    results, settings = [], settings | {"optimizer": replace(OPTIMIZER, lr=1e-2)}
+    for shares in (True, False):
+        actor = build_engine(rank, world, address, folder, settings)
+        before, base = count_bytes(), actor if shares else None
+        model, most = ModelSpec.from_folder(folder, head="value"), watch_parameters(actor.decoder)
+        critic = build_engine(rank, world, address, model, settings, base=base)
+        found = {
+            "bytes": count_bytes() - before,
+            "most": most(),
+            "planned": plan_parameters(critic, rank, world, shares),
+        }
+        fill(actor, 5)
+        fill(critic, 6)
+        results.append(found | {"numbers": [*step_twice(actor, critic, draw_batch(actor.model, images), shares)]})
+        del actor, critic, base
+    return results
+
+
+def step_twice(actor, critic, batch: TrainBatch, shares: bool) -> Iterator:
+    """Yield all that two steps compute: values, logprobs, gradient norms and weights."""
+    every = ("weights", "gradients", "optimizer")
+    _, shard = plan(actor, batch)
+
+    def pull(outputs, micro):
+        loss = ((outputs.values - micro.advantages).square() * micro.mask).sum() / 2
+        return loss, {"loss": loss.detach()}
+
+    for _ in range(2):
+        yield critic.forward(shard)
+        for engine, loss in ((critic, pull), (actor, probe_loss)):
+            yield engine.train_step(shard, loss, float(batch.mask.sum())).grad_norm
+        critic.offload(every)
+        actor.offload(every[1:])
+        yield {name: tensor.clone() for name, tensor in actor.export_weights()}
+        actor.offload(every[:1])
+        critic.onload(every)
+        with pytest.raises(RuntimeError, match="while weights were offloaded") if shares else nullcontext():
+            critic.forward(shard)
+        actor.onload(every)
+        yield actor.forward(shard)
+    yield {name: tensor.clone() for name, tensor in critic.export_weights()}
+
+
+def count_bytes() -> int:
+    """Count the bytes of all tensors of this process, each storage once."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def watch_parameters(there: torch.nn.Module) -> Callable[[], int]:
+    """Watch how many bytes of parameters, but for those that are there, modules have at once as they are built.
+
+    Returns:
+        a function that ends the watch and returns the most bytes.
+    """
+    bytes_by_key, most, old = {}, [0], {*there.parameters()}
+
+    def note(module, name, parameter) -> None:
+        if not parameter.is_meta and parameter not in old:
+            bytes_by_key[id(parameter)] = parameter.nbytes
+            weakref.finalize(parameter, bytes_by_key.pop, id(parameter), None)
+            most[0] = max(most[0], sum(bytes_by_key.values()))
+
+    handle = register_module_parameter_registration_hook(note)
+
+    def end() -> int:
+        handle.remove()
+        return most[0]
+
+    return end
+
+
+def plan_parameters(engine, rank: int, world: int, shares: bool) -> int:
+    """Return the planned bytes of a rank's parameters."""
+    from megatron.core import parallel_state as mpu
+
+    stage, place = mpu.get_pipeline_model_parallel_rank(), rank % (world // engine.config.pp)
+    sizes = engine.config, stage, place, MicroBatch(), engine.platform.kernel_memory
+    return compute_rank_memory(engine.model, *sizes, shares_base=shares).parameters
 
 
 def check_critic(ranks: list[dict], want: tuple[torch.Tensor, dict], measured, of_the_largest: float = 0.0) -> None:
