@@ -144,6 +144,8 @@ def test_micro_batches_are_as_few_as_the_budget_allows_by_hand():
     assert parts([8, 8, 8, 8]) == [[[8, 8], [8, 8]]]
     assert parts([12, 12, 4, 4], ranks=2) == [[[4, 12]], [[4, 12]]]
     assert sorted(map(len, parts([20, 3, 3, 3])[0])) == [1, 3]
+    loads = [sum(map(sum, replica)) for replica in parts([1000, 600, 600, 3, 2, 1], ranks=2)]
+    assert loads == [1003, 1203], "attention makes 1000 tokens dearer than twice 600, so those take the 3"
     assert parts([5, 5, 5], tp=2, ranks=2) == [[[5, 5], [5]]], "six slots each"
     assert parts([3, 3, 3, 3], pad_to_multiple_of=4) == [[[3, 3, 3, 3]]], "four slots each"
     assert parts([8, 7, 2, 2, 2], layout="bshd") == [[[7, 8], [2, 2, 2]]], "rows of like lengths"

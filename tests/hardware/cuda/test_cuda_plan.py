@@ -12,7 +12,7 @@ from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
 from hardware.attention import capabilities
-from hardware.attention.grouped_sdpa import GroupedPlan
+from hardware.attention.grouped_sdpa import GroupedPlan, _sdpa
 from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
@@ -167,6 +167,18 @@ def test_what_the_kernel_does_not_take_goes_to_sdpa(dtype, head, device, emulate
     layout = Layout.build((5, 3), "thd")
     for platform, plan in ((CudaPlatform, device), (EmulatedCudaPlatform, emulated)):
         assert type(build_plan(layout.build_mask_spec(), layout, dtype, platform, head)) is plan
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU's that takes the way of one on a device."""
+
+    is_cuda = True
+
+
+def test_key_heads_that_are_repeated_stay_with_their_queries():
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)  # [b, h, s, d]
+    of_device = _sdpa(query.as_subclass(OnCuda), key, value, None, 0.3)
+    assert (of_device - _sdpa(query, key, value, None, 0.3)).abs().max() < 1e-5
 
 
 def test_a_refused_cell_of_the_kernel_that_is_taken_is_told():
