@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge
 
@@ -43,7 +43,8 @@ def make_environment(config: VerifiersConfig) -> VerifiersEnvironment:
     """Make the environment of a taskset, its harness in processes of this machine."""
     agent = {"runtime": {"type": "subprocess"}, "harness": {"id": config.harness}}
     taskset, folder = ("sums_v1", str(Path(__file__).parent)) if config.smoke else (config.taskset, "")
-    return VerifiersEnvironment(config.python, {"taskset": {"id": taskset}, "agent": agent}, config.tool_parser, folder)
+    python = str(Path(config.python).absolute())  # processes of environments have another working directory
+    return VerifiersEnvironment(python, {"taskset": {"id": taskset}, "agent": agent}, config.tool_parser, folder)
 
 
 def write_rows(config: VerifiersConfig, environment: VerifiersEnvironment) -> VerifiersConfig:
@@ -58,7 +59,7 @@ def write_rows(config: VerifiersConfig, environment: VerifiersEnvironment) -> Ve
     except (OSError, subprocess.CalledProcessError) as error:
         told = (getattr(error, "stderr", "").strip() or str(error)).splitlines()[-1]
         raise ValueError(
-            f"{config.python} lists no tasks: {told}; make it by bash scripts/setup.sh verifiers, or name one that has "
+            f"{environment.python} lists no tasks: {told}; make it by bash scripts/setup.sh verifiers, or name one that has "
             "the taskset by --python"
         ) from None
     lines, folder, files = done.stdout.splitlines(keepends=True), Path(f"{config.run_dir}_data"), {}
@@ -87,15 +88,13 @@ def main() -> None:
     launch(config, environment)
 
 
-DEFAULT = VerifiersConfig(
-    **vars(agent_openai.DEFAULT)
-    | dict(
-        run_dir="runs/verifiers_env",
-        data=DataConfig(max_prompt_tokens=1024),
-        # A harness is a program that starts, which counts.
-        environment=replace(agent_openai.DEFAULT.environment, time_limit_s=300.0),
-    )
+_OWN: dict[str, Any] = dict(
+    run_dir="runs/verifiers_env",
+    data=DataConfig(max_prompt_tokens=1024),
+    # A harness is a program that starts, which counts.
+    environment=replace(agent_openai.DEFAULT.environment, time_limit_s=300.0),
 )
+DEFAULT = VerifiersConfig(**vars(agent_openai.DEFAULT) | _OWN)
 
 if __name__ == "__main__":
     main()
