@@ -59,8 +59,8 @@ def write_rows(config: VerifiersConfig, environment: VerifiersEnvironment) -> Ve
     except (OSError, subprocess.CalledProcessError) as error:
         told = (getattr(error, "stderr", "").strip() or str(error)).splitlines()[-1]
         raise ValueError(
-            f"{environment.python} lists no tasks: {told}; make it by bash scripts/setup.sh verifiers, or name one that has "
-            "the taskset by --python"
+            f"{environment.python} lists no tasks: {told}; make it by bash scripts/setup.sh verifiers, or name one "
+            "that has the taskset by --python"
         ) from None
     lines, folder, files = done.stdout.splitlines(keepends=True), Path(f"{config.run_dir}_data"), {}
     if len(lines) <= config.heldout_tasks:
