@@ -161,7 +161,8 @@ def compare_by_transformers(folder: str, questions: list[str], options: dict[str
     for question in questions:
         with torch.no_grad():
             logits = model(torch.tensor([encode_question(tokenizer, question)])).logits[0, -1]
-        found.append(float(logits[[token for (token,) in ids]].softmax(0) @ torch.tensor([*options.values()])))
+        chances = logits[[token for (token,) in ids]].softmax(0)
+        found.append(float(chances @ torch.tensor([*map(float, options.values())])))
     return found
 
 
