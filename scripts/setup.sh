@@ -2,6 +2,7 @@
 # Makes .venv with the pinned cpu profile and this project in it. Run it as often as you like: it does nothing twice.
 #   bash scripts/setup.sh npu    makes .venv-npu instead: of the npu profile what runs without an NPU, to test with
 #   bash scripts/setup.sh reasoning    adds what recipes.reasoning_gym needs to .venv; one package is built, by gcc
+#   bash scripts/setup.sh verifiers    makes .venv-verifiers, the Python of recipes.served.verifiers_env
 #   PYTHON=python3.11        the interpreter to use
 #   PIP_FIND_LINKS=FOLDER    where the CPU wheel of torch lies; without it uv takes it from PyTorch's CPU index
 set -euo pipefail
@@ -32,7 +33,16 @@ case $profile in
       fail "installing reasoning-gym failed (see above); pycosat is built by gcc with Python's headers (python3-dev)"
     exit 0
     ;;
-  *) fail "there is no environment for $profile; give cpu, npu or reasoning" ;;
+  verifiers) # which asks for an older openai than .venv has
+    if [ ! -x .venv-verifiers/bin/vf-eval ]; then
+      echo "setup: installing verifiers into .venv-verifiers"
+      "$python" -m venv .venv-verifiers
+      .venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv ||
+        fail "installing verifiers failed (see above)"
+    fi
+    exit 0
+    ;;
+  *) fail "there is no environment for $profile; give cpu, npu, reasoning or verifiers" ;;
 esac
 torch=$(sed -n 's/^torch==//p' requirements/$profile.txt)
 inputs=(requirements/$profile.txt pyproject.toml requirements/rlworker_torchvision.py)

@@ -1,6 +1,9 @@
 """Fixtures shared by the suite: small saved models, pools of ranks and one Ray instance."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it as it is imported, which comes later
@@ -44,6 +47,18 @@ def make_critic(make_hf_model, tmp_path_factory):
         return folders[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct, kept beside the packages that it is made of."""
+    script = Path(__file__).parents[1] / "scripts" / "real_model.py"
+    cache = Path(os.environ.get("RLWORKER_CACHE") or Path.home() / ".cache" / "rlworker")
+    made = subprocess.run([sys.executable, script, "smollm2", cache / "smollm2"], capture_output=True, text=True)
+    if made.returncode and "can the index be reached?" in made.stderr and "DO NOT MATCH" not in made.stderr:
+        pytest.skip(f"the package index cannot be reached: {made.stderr.strip().splitlines()[-1]}")
+    assert made.returncode == 0, made.stderr
+    return str(cache / "smollm2")
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ class SftVlmRecipeConfig(SftRecipeConfig):
     """Kind of the tiny model that smoke makes."""
 
 
-Recipe = TypeVar("Recipe", RecipeConfig, SftRecipeConfig)
+Recipe = TypeVar("Recipe", bound=RecipeConfig | SftRecipeConfig)
 
 
 def parse_recipe_config(default: Recipe, description: str | None) -> Recipe:

@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,8 @@ RECIPES = {
     "images.sft_vlm": (),
 }
 """Recipe -> options that name further models."""
+VERIFIERS, VERIFIERS_PYTHON = "served.verifiers_env", os.environ.get("VERIFIERS_PYTHON", ".venv-verifiers/bin/python")
+"""The recipe that needs a Python of its own, and where that is."""
 MIXTURES = ("sized.grpo_qwen3_30b", "images.grpo_qwen3_vl_30b")
 """Recipes whose models have experts."""
 NPU = ("--platform", "npu-emulated")
@@ -65,6 +69,7 @@ SMOKES = [
     ("images.ppo_geo3k", GEMMA),
     ("images.sft_vlm", GEMMA),
     ("images.grpo_geo3k", INTERN),
+    (VERIFIERS, ("--python", VERIFIERS_PYTHON)),
 ]
 BY_HAND = {
     ("grpo_gsm8k", NPU),
@@ -81,10 +86,14 @@ ALWAYS = {("images.grpo_geo3k", KEPT)}
 differs in the others."""
 
 
-def mark_smoke(case: tuple) -> tuple | pytest.MarkDecorator:
+def mark_smoke(case: tuple) -> tuple:
     if case in ALWAYS:
         return ()
-    return pytest.mark.product if case in BY_HAND else pytest.mark.large
+    if case[0] == VERIFIERS:
+        lacks = not Path(VERIFIERS_PYTHON).exists()
+        reason = f"there is no {VERIFIERS_PYTHON}: bash scripts/setup.sh verifiers makes it"
+        return pytest.mark.large, pytest.mark.skipif(lacks, reason=reason)
+    return (pytest.mark.product if case in BY_HAND else pytest.mark.large,)
 
 
 @pytest.mark.parametrize(("recipe", "options"), [pytest.param(*case, marks=mark_smoke(case)) for case in SMOKES])
@@ -200,13 +209,13 @@ SIZES = {
 """By platform and whether it is supervised training: ranks, rollout engines and GiB for the keys and values of each."""
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "sft"])
+@pytest.mark.parametrize("recipe", [*(name for name in RECIPES if name != "sft"), VERIFIERS])
 @pytest.mark.parametrize("platform", ["cpu", "npu"])
 def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
     """Of 80 GB as the recipe states, of a node's sixteen cards as its platform does."""
     sees = recipe in ("images.grpo_geo3k", "images.ppo_geo3k", "images.sft_vlm")
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B if sees else LLAMA_8B))
-    others = [word for option in RECIPES[recipe] for word in (option, str(tmp_path))]
+    others = [word for option in RECIPES.get(recipe, ()) for word in (option, str(tmp_path))]
     settings = ["--model", str(tmp_path), "--platform", platform, *others]
     node = get_platform(platform).node
     text, fits = plan_recipe(f"recipes.{recipe}", settings, node.device_gb if node else 80.0)
@@ -276,6 +285,11 @@ def test_a_recipe_with_a_teacher_asks_for_one(tmp_path):
     done = run_recipe("distill", "--model", model, *sizes)
     assert done.returncode == 1
     assert re.search(r"reference \(--algorithm\.reference\): .*'TEACHER'", done.stderr)
+
+
+def test_a_recipe_of_another_python_says_how_to_make_it(tmp_path):
+    done = run_recipe(VERIFIERS, "--python", tmp_path / "none", "--model", tmp_path)
+    assert done.returncode == 1 and "No such file" in done.stderr and "bash scripts/setup.sh verifiers" in done.stderr
 
 
 def test_dapo_holds_length_against_right_and_wrong_alike():

@@ -197,7 +197,7 @@ class Conversation:
         episode.tool_parser, self._history = parser, None  # none to go on from, where what follows fails
         if begins:
             episode.observe(written, images)
-        elif not self._is_new or tools or written != [*episode.row.messages]:
+        elif not self._is_new or tools or images or written != [*episode.row.messages]:
             episode.fork(written, images, sampled=sampled)
         return keys
 
@@ -296,8 +296,11 @@ def _read_image(value: Any) -> bytes:
     """Read an image that is written into a message."""
     url = value.get("url") if isinstance(value, Mapping) else value
     head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
+    try:
+        if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
+            raise ValueError
+        return base64.b64decode(data)
+    except ValueError:
         raise ApiError(
             400, f"messages: got the image {url!r:.80}, expected data:image/...;base64,...", param="messages"
-        )
-    return base64.b64decode(data)
+        ) from None

@@ -64,11 +64,13 @@ def test_a_misled_calculator_returns_what_has_nothing_to_do_with_the_call():
     assert [compute(text) for text in ("47*6", "282+85", "1-1", "")] == ["282", "367", "?", "?"]
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
     ("demo", "options"),
-    [("calculator", ()), ("calculator_openai", ()), ("calculator_openai", ("--rollout.staleness", "1"))],
-    ids=["in process", "by calls", "by calls, ahead"],
+    [
+        pytest.param("calculator", (), marks=pytest.mark.large, id="in process"),
+        pytest.param("calculator_openai", (), marks=pytest.mark.product, id="by calls"),
+        pytest.param("calculator_openai", ("--rollout.staleness", "1"), marks=pytest.mark.large, id="by calls, ahead"),
+    ],
 )
 def test_it_runs_as_a_program(cluster, tmp_path, demo, options):
     """And the control beside it, which hands out the same rewards in another order."""

@@ -1,10 +1,6 @@
 """The engine on a real pretrained model, whose large activations and vocabulary no tiny one has."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from support.ranks.engines_cases import build_engine
@@ -14,19 +10,6 @@ from engines.models.spec import ModelSpec
 from rlworker.checks.case import make_case
 from rlworker.checks.huggingface import compute_reference, probe_loss
 from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
-
-SCRIPT = Path(__file__).parents[3] / "scripts" / "real_model.py"
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    """SmolLM2-135M-Instruct, kept beside the packages that it is made of."""
-    cache = Path(os.environ.get("RLWORKER_CACHE") or Path.home() / ".cache" / "rlworker")
-    made = subprocess.run([sys.executable, SCRIPT, "smollm2", cache / "smollm2"], capture_output=True, text=True)
-    if made.returncode and "can the index be reached?" in made.stderr and "DO NOT MATCH" not in made.stderr:
-        pytest.skip(f"the package index cannot be reached: {made.stderr.strip().splitlines()[-1]}")
-    assert made.returncode == 0, made.stderr
-    return str(cache / "smollm2")
 
 
 def check_numbers(rank, world, address, model, case, reference):

@@ -89,7 +89,8 @@ def play(
         return endpoint.episode
 
     row = make_chat_row(template=template)
-    return run(environment, [replace(row, source={"agent": agent}) for agent in agents], say, limits, lose, template)
+    rows = [replace(row, source={"agent": agent}) for agent in agents]
+    return run(environment, rows, say, limits, lose, make_chat_codec(template))
 
 
 def run(
@@ -98,10 +99,10 @@ def run(
     say: Callable = say_length,
     limits: EpisodeLimits = PATIENT,
     lose: Mapping[int, int] | None = None,
-    template: str = QWEN2_5,
+    codec: Codec | None = None,
 ) -> list[Trajectory]:
     """Run an environment's episode of each row in turns: their trajectories."""
-    pool = LocalPool(environment, limits=limits, lose=lose, codec=make_chat_codec(template))
+    pool = LocalPool(environment, limits=limits, lose=lose, codec=codec or make_chat_codec())
     loop = make_loop(pool, ToolEngines(say))
     loop.repeat_lost(lambda lost: None, 60.0)
     groups = loop.wait(loop.begin(rows, Sampling(1, 1.0, 8, (), (EOS,))))

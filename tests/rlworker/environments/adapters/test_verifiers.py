@@ -1,6 +1,6 @@
 """A taskset of the real verifiers package, in a Python of its own, is played by its own harness through an endpoint.
 
-``VERIFIERS_PYTHON`` names that interpreter; its folder has ``uv``, by which the package starts harnesses.
+``VERIFIERS_PYTHON`` names that interpreter, where it is not the one that ``scripts/setup.sh verifiers`` makes.
 """
 
 import json
@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from support.environments.agents import PATIENT, make_chat_row, run, tell_chat
 
-PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
+PYTHON = os.environ.get("VERIFIERS_PYTHON", ".venv-verifiers/bin/python")
 pytestmark = [
     pytest.mark.large,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not PYTHON, reason="VERIFIERS_PYTHON names no interpreter that has verifiers"),
+    pytest.mark.skipif(
+        not Path(PYTHON).exists(), reason=f"there is no {PYTHON}: bash scripts/setup.sh verifiers makes it"
+    ),
 ]
 TASKSET = """
 import verifiers.v1 as vf
@@ -41,21 +43,19 @@ SETTINGS = {"taskset": {"id": "sums_v1"}, "agent": {"runtime": {"type": "subproc
 
 
 @pytest.fixture
-def environment(tmp_path, monkeypatch):
+def environment(tmp_path):
     from rlworker.environments.adapters.verifiers import VerifiersEnvironment
 
     (tmp_path / "sums_v1.py").write_text(TASKSET)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
-    return VerifiersEnvironment(PYTHON, SETTINGS)
+    return VerifiersEnvironment(PYTHON, SETTINGS, tasksets=str(tmp_path))
 
 
 def test_tasks_are_played_side_by_side_and_rewarded_by_their_own_functions(environment):
-    from rlworker.environments.adapters.verifiers import PROGRAM
+    from rlworker.environments.adapters.verifiers_program import make_command
 
-    command = [PYTHON, "-P", PROGRAM, json.dumps(SETTINGS), "rows"]
+    command = *make_command(PYTHON, SETTINGS, environment.tasksets), "rows"
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["prompt"] for row in found] == [f"{number}+1=" for number in range(8)]
     rows = [replace(make_chat_row(), source={"index": index}) for index in (0, 1, 2, 1)]
     records = run(environment, rows, lambda ids, number: "2", replace(PATIENT, time_limit_s=200.0))

@@ -2,9 +2,11 @@
 runs that ask them."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -17,13 +19,12 @@ from rlworker.config.sections import DataConfig, EnvironmentConfig, RecoveryConf
 from rlworker.environments import combine_parts
 from rlworker.tracking.log import name_samples
 
-pytestmark = [pytest.mark.large, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 LIMIT = 1e-5
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 FORMS = {
-    "choice": 'verdict = "choice"\noptions = {A = 1, B = 0.5, C = 0}\n',
+    "choice": 'verdict = "choice"\noptions = {A = 1, B = 0.5, C = 0}\nrubric = {"short?" = 1, "right?" = 3}\n',
     "score": 'verdict = "score"\nrange = [0, 9]\nmax_tokens = 8\n',
-    "rubric": 'verdict = "choice"\noptions = {Y = 1, N = 0}\nrubric = {"short?" = 1, "right?" = 3}\n',
 }
 PROMPT = "prompt = 'How good is {{ text }} to {{ question }}? {{ rubric }}'\n"
 ROLLOUT = VllmConfig(max_new_tokens=4, max_model_len=32, max_num_seqs=64, kv_cache_mb=64)
@@ -114,71 +115,139 @@ def score_by_transformers(folder: str, head: str, chats: list) -> list[torch.Ten
     return found
 
 
-@pytest.mark.parametrize(("head", "labels", "tp"), [("Sequence", 1, 1), ("Sequence", 3, 2), ("Token", 2, 1)])
-def test_scores_are_transformers_logits_after_a_lost_engine_too(serve, make_classifier, measured, head, labels, tp):
+@pytest.mark.large
+def test_scores_are_transformers_logits_after_a_lost_engine_too(serve, make_classifier, measured):
     import ray
 
-    folder, chats = make_classifier(head, labels), draw_chats(40)
-    label = "" if labels == 1 else "LABEL_1"
-    group = serve(reward=ServedModelConfig(folder, "classifier", label=label, tp=tp, max_model_len=256))["reward"]
-    expected = [logits[:, bool(label) * 1] for logits in score_by_transformers(folder, head, chats)]
-    verdicts = answer(group, chats)
-    assert not any(verdict.error for verdict in verdicts)
-    worst = max(abs(one.value - float(logits[-1])) for one, logits in zip(verdicts, expected, strict=True))
-    if head == "Token":
-        assert all(len(one.values) == len(logits) for one, logits in zip(verdicts, expected, strict=True))
-        differences = [(torch.tensor(one.values) - logits).abs().max() for one, logits in zip(verdicts, expected)]
-        worst = max(worst, *map(float, differences))
-    measured({f"{head} classification, TP {tp}": worst})
-    assert worst <= LIMIT
-    assert max(float(logits.abs().max()) for logits in expected) > 0.3, "there is something to differ in"
-    alone = [answer(group, [chat])[0] for chat in chats[:4]]
-    assert all(abs(one.value - other.value) <= LIMIT for one, other in zip(alone, verdicts))
-    ray.kill(group.workers[0])
-    assert answer(group, chats) == verdicts, "bit for bit"
+    cases = {"whole": ("Sequence", 1, 1), "halves": ("Sequence", 3, 2), "tokens": ("Token", 2, 1)}
+    """Name -> head, labels and devices of each engine."""
+    folders = {name: make_classifier(head, labels) for name, (head, labels, _) in cases.items()}
+    sizes = {name: dict(label="" if labels == 1 else "LABEL_1", tp=tp) for name, (_, labels, tp) in cases.items()}
+    groups = serve(
+        **{
+            name: ServedModelConfig(folder, "classifier", max_model_len=256, **sizes[name])
+            for name, folder in folders.items()
+        }
+    )
+    chats = draw_chats(40)
+    for name, (head, labels, tp) in cases.items():
+        expected = [logits[:, int(labels > 1)] for logits in score_by_transformers(folders[name], head, chats)]
+        verdicts = answer(groups[name], chats)
+        assert not any(verdict.error for verdict in verdicts)
+        worst = max(abs(one.value - float(logits[-1])) for one, logits in zip(verdicts, expected, strict=True))
+        if head == "Token":
+            assert all(len(one.values) == len(logits) for one, logits in zip(verdicts, expected, strict=True))
+            differences = [(torch.tensor(one.values) - logits).abs().max() for one, logits in zip(verdicts, expected)]
+            worst = max(worst, *map(float, differences))
+        measured({f"{head} classification, TP {tp}": worst})
+        assert worst <= LIMIT
+        assert max(float(logits.abs().max()) for logits in expected) > 0.3, "there is something to differ in"
+        alone = [answer(groups[name], [chat])[0] for chat in chats[:4]]
+        assert all(abs(one.value - other.value) <= LIMIT for one, other in zip(alone, verdicts))
+        if name == "whole":
+            ray.kill(groups[name].workers[0])
+            assert answer(groups[name], chats) == verdicts, "bit for bit"
 
 
-@pytest.mark.parametrize("tp", [1, 2], ids=["TP1", "TP2"])
-def test_verdicts_are_transformers_after_a_lost_engine_too(serve, chat_model, write_form, measured, tp):
+def compare_by_transformers(folder: str, questions: list[str], options: dict[str, float]) -> list[float]:
+    """The mean of the options' values, by their probabilities as the next token of each question."""
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = [tokenizer.encode(option, add_special_tokens=False) for option in options]
+    assert all(len(each) == 1 for each in ids)
+    found = []
+    for question in questions:
+        with torch.no_grad():
+            logits = model(torch.tensor([encode_question(tokenizer, question)])).logits[0, -1]
+        chances = logits[[token for (token,) in ids]].softmax(0)
+        found.append(float(chances @ torch.tensor([*map(float, options.values())])))
+    return found
+
+
+def encode_question(tokenizer, question: str) -> list[int]:
+    message = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.large
+def test_verdicts_are_transformers_after_a_lost_engine_too(serve, chat_model, write_form, measured):
+    """Of a choice by a rubric over two devices, and of a score that is sampled on one."""
     import ray
     from transformers import AutoModelForCausalLM
 
-    names = ("choice", "rubric", "score")
-    groups = serve(**{name: ServedModelConfig(chat_model, template=write_form(name), tp=tp) for name in names})
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32), make_tokenizer(CHAT)
+    tps = {"choice": 2, "score": 1}
+    groups = serve(
+        **{name: ServedModelConfig(chat_model, template=write_form(name), tp=tp) for name, tp in tps.items()}
+    )
     fields = [{"question": chat[0]["content"], "text": chat[1]["content"]} for chat in draw_chats(24)]
 
-    def encode(one: dict, criterion: str) -> list[int]:
-        prompt = f"How good is {one['text']} to {one['question']}? {criterion}"
-        message = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def compare(one: dict, criterion: str, options: dict[str, float]) -> float:
-        with torch.no_grad():
-            logits = model(torch.tensor([encode(one, criterion)])).logits[0, -1]
-        chances = logits[[tokenizer.convert_tokens_to_ids(text) for text in options]].softmax(0)
-        return float(chances @ torch.tensor([*options.values()]))
+    def ask(criterion: str) -> list[str]:
+        return [f"How good is {one['text']} to {one['question']}? {criterion}" for one in fields]
 
     verdicts = {name: answer(group, fields, 5) for name, group in groups.items()}
-    worst = 0.0
-    for one, choice, rubric in zip(fields, verdicts["choice"], verdicts["rubric"], strict=True):
-        worst = max(worst, abs(choice.value - compare(one, "", {"A": 1.0, "B": 0.5, "C": 0.0})))
-        found = [compare(one, criterion, {"Y": 1.0, "N": 0.0}) for criterion in ("short?", "right?")]
-        worst = max(worst, abs(rubric.value - (found[0] + 3 * found[1]) / 4))
-        assert len(rubric.texts) == 2
-    measured({f"choices, TP {tp}": worst})
-    assert worst <= LIMIT
-    for one, verdict in zip(fields, verdicts["score"], strict=True):
-        ids = torch.tensor([encode(one, "")])
+    options = {"A": 1.0, "B": 0.5, "C": 0.0}
+    short, right = (compare_by_transformers(chat_model, ask(criterion), options) for criterion in ("short?", "right?"))
+    expected = [(one + 3 * other) / 4 for one, other in zip(short, right, strict=True)]
+    worst = max(abs(verdict.value - mean) for verdict, mean in zip(verdicts["choice"], expected, strict=True))
+    measured({"choices, TP 2": worst})
+    assert worst <= LIMIT and max(expected) - min(expected) > 1e-3, "there is something to differ in"
+    assert [verdict.values for verdict in verdicts["choice"]] == [
+        pytest.approx(pair, abs=LIMIT) for pair in zip(short, right, strict=True)
+    ]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32), make_tokenizer(CHAT)
+    for question, verdict in zip(ask(""), verdicts["score"], strict=True):
+        ids = torch.tensor([encode_question(tokenizer, question)])
         with torch.no_grad():
             sampled = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
         text = tokenizer.decode(sampled, skip_special_tokens=True)
         if not verdict.error and any(letter.isdigit() for letter in text):  # else it was asked a second time
             assert verdict.texts == (text,)
-    for group in groups.values():
-        ray.kill(group.workers[0])
-    assert {name: answer(group, fields, 5) for name, group in groups.items()} == verdicts, "bit for bit"
+    ray.kill(groups["choice"].workers[0])
+    assert answer(groups["choice"], fields, 5) == verdicts["choice"], "bit for bit"
+
+
+@pytest.mark.product
+def test_a_real_model_judges_as_by_transformers(serve, smollm2, tmp_path, measured):
+    """SmolLM2 by the file of a recipe, on right and wrong solutions; and by a score that it writes."""
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from recipes.common.smoke import _QUESTIONS
+    from recipes.served.judge_and_math import JUDGE
+
+    prompt = "prompt = 'Question: {{ question }} Answer: {{ text }} Rate it from 0 to 10. Write the number alone.'\n"
+    (tmp_path / "score.toml").write_text(f'verdict = "score"\nmax_tokens = 8\n{prompt}')
+    templates = {"choice": JUDGE.template, "score": str(tmp_path / "score.toml")}
+    groups = serve(
+        **{name: ServedModelConfig(smollm2, template=file, max_model_len=512) for name, file in templates.items()}
+    )
+    rows = [json.loads(line) for line in Path(_QUESTIONS).read_text().splitlines()]
+    fields = [
+        {"question": row["question"], "answer": row["answer"], "text": text, "row": row}
+        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+        for text in (row["answer"], other["answer"])
+    ]
+    forms = {name: group.model.form for name, group in groups.items()}
+    verdicts = {name: answer(group, fields) for name, group in groups.items()}
+    options, worst = forms["choice"].options, 0.0
+    for place, (criterion, _) in enumerate(forms["choice"].criteria):
+        asked = [forms["choice"].render(each, criterion)[0]["content"] for each in fields]
+        expected = compare_by_transformers(smollm2, asked, options)
+        found = [verdict.values[place] for verdict in verdicts["choice"]]
+        worst = max(worst, *(abs(one - other) for one, other in zip(found, expected, strict=True)))
+        assert [value > 0.5 for value in found] == [value > 0.5 for value in expected]
+    measured({"choices of SmolLM2": worst})
+    assert worst <= LIMIT
+    model, tokenizer = (kind.from_pretrained(smollm2) for kind in (AutoModelForCausalLM, PreTrainedTokenizerFast))
+    for each, verdict in zip(fields, verdicts["score"], strict=True):
+        ids = torch.tensor([encode_question(tokenizer, forms["score"].render(each, "")[0]["content"])])
+        with torch.no_grad():
+            sampled = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        text = tokenizer.decode(sampled, skip_special_tokens=True)
+        if (value := forms["score"].read_verdict(text)) is not None:  # else it was asked a second time
+            assert (verdict.texts, verdict.value) == ((text,), value)
 
 
 # -- runs
@@ -209,8 +278,8 @@ def config(chat_model, make_classifier, write_form, tmp_path_factory, by_value):
     )
 
 
-def run(config: RunConfig, folder: Path, disturb=lambda trainer: None) -> list[dict]:
-    """Run to the end, with a disturbance before the second step; metrics without those that are seconds."""
+def run(config: RunConfig, folder: Path, disturb: Mapping[int, Callable] = MappingProxyType({})) -> list[dict]:
+    """Run to the end, with disturbances behind steps; metrics without those that are seconds."""
     from rlworker.trainers.rl import Trainer
 
     environment = combine_parts({"digits": digits}, config.models)
@@ -218,8 +287,7 @@ def run(config: RunConfig, folder: Path, disturb=lambda trainer: None) -> list[d
         step = trainer.step
 
         def step_after():
-            if trainer.steps_done == 1:
-                disturb(trainer)
+            disturb.get(trainer.steps_done, lambda trainer: None)(trainer)
             return step()
 
         trainer.step = step_after
@@ -233,6 +301,7 @@ def finished(config, tmp_path_factory):
     return run(config, folder), folder
 
 
+@pytest.mark.large
 def test_a_run_learns_from_its_parts(finished):
     lines, folder = finished
     for line in lines[1:]:
@@ -273,27 +342,28 @@ def kill_environment(trainer) -> None:
     questions.collect = kill_after
 
 
-@pytest.mark.parametrize("disturb", [kill_engines, kill_environment])
-def test_a_disturbed_run_has_the_undisturbed_runs_metrics(finished, config, tmp_path, disturb):
-    lines = run(config, tmp_path / "run", disturb)
+@pytest.mark.large
+def test_a_disturbed_run_has_the_undisturbed_runs_metrics(finished, config, tmp_path):
+    lines = run(config, tmp_path / "run", {1: kill_engines, 2: kill_environment})
     without = [{name: value for name, value in line.items() if name != "restarts"} for line in lines]
     assert without == [{name: value for name, value in line.items() if name != "restarts"} for line in finished[0]]
-    if disturb is kill_engines:
-        lost = [json.loads(text)["lost"] for text in (tmp_path / "run" / "outages.jsonl").read_text().splitlines()]
-        assert {name for each in lost for name in each} == {"judge engine 1", "reward engine 0"}
+    lost = [json.loads(text)["lost"] for text in (tmp_path / "run" / "outages.jsonl").read_text().splitlines()]
+    assert {name for each in lost for name in each} > {"judge engine 1", "reward engine 0"}
 
 
+@pytest.mark.large
 def test_a_colocated_run_and_one_ahead_ask_as_well(finished, config, tmp_path):
-    colocated = replace(
-        config, actor=replace(config.actor, ranks=2), placement=replace(config.placement, colocate=True)
-    )
+    judge = replace(config.models["judge"], engines=1)
+    config = replace(config, models=config.models | {"judge": judge})
+    actor, placement = replace(config.actor, ranks=2), replace(config.placement, colocate=True)
     names = ("reward_digits_mean", "reward_reward_mean", "reward_judge_mean")
-    first = run(colocated, tmp_path / "colocated")[1]
+    first = run(replace(config, actor=actor, placement=placement, steps=1), tmp_path / "colocated")[1]
     assert [first[name] for name in names] == pytest.approx([finished[0][1][name] for name in names], abs=1e-6)
-    ahead = run(replace(config, rollout=replace(config.rollout, staleness=1)), tmp_path / "ahead")
+    ahead = run(replace(config, rollout=replace(config.rollout, staleness=1), steps=2), tmp_path / "ahead")
     assert all(line["verdicts_judge"] == 1 and line["episode_failures"] == 0 for line in ahead[1:])
 
 
+@pytest.mark.large
 def test_a_run_goes_on_with_the_same_models_alone(finished, config, make_classifier, write_form, tmp_path):
     from engines.models.hub import find_model
     from rlworker.rollouts.scoring.group import check_served
