@@ -29,16 +29,6 @@ def cut_gate_and_up_as_one() -> list[Patch]:
     return _compute_by(cut)
 
 
-def leave_out_shared() -> list[Patch]:
-    """Leave out the expert that every token goes through."""
-    return _share_otherwise(lambda shared, hidden: hidden.new_zeros(hidden.shape))
-
-
-def leave_out_gate() -> list[Patch]:
-    """Add the output of the shared expert as it is, where the model scales it by a gate."""
-    return _share_otherwise(lambda shared, hidden: shared.mlp(hidden)[0])
-
-
 def _compute_by(change: Callable[..., Tensor]) -> list[Patch]:
     """Compute experts by ``change(experts, weight1)`` in the place of gate and up."""
     from hardware.megatron.experts import GroupedExperts
@@ -57,7 +47,15 @@ def _compute_by(change: Callable[..., Tensor]) -> list[Patch]:
     return [(GroupedExperts, "forward", wrap)]
 
 
-def _share_otherwise(forward: Callable[..., Tensor]) -> list[Patch]:
+SHARED: dict[str, Callable[..., Tensor]] = {
+    "a shared expert left out": lambda shared, hidden: hidden.new_zeros(hidden.shape),
+    "a shared expert without its gate": lambda shared, hidden: shared.mlp(hidden)[0],
+}
+"""Name of a fault -> the output of a shared expert in place of its own."""
+
+
+def share_otherwise(forward: Callable[..., Tensor]) -> list[Patch]:
+    """Let the expert that every token goes through compute ``forward``."""
     from hardware.megatron.experts import SharedExpert
 
     return [(SharedExpert, "forward", lambda _: forward)]
@@ -65,25 +63,21 @@ def _share_otherwise(forward: Callable[..., Tensor]) -> list[Patch]:
 
 # -- the choice
 
-
-def take_the_next_expert() -> list[Patch]:
-    """Send each token to the experts behind its own, as ranks in another order would."""
-    return _choose_otherwise(lambda router, x, weights, numbers: (weights, (numbers + 1) % len(router.weight)))
-
-
-def leave_weights_unscaled() -> list[Patch]:
-    """Weigh experts by their share of all scores, where the model scales those of the chosen to add up to 1."""
-    return _choose_otherwise(
-        lambda router, x, weights, numbers: (
-            (x.float() @ router.weight.float().T).softmax(dim=-1).gather(1, numbers),
-            numbers,
-        )
-    )
-
-
-def drop_the_last_choice() -> list[Patch]:
-    """Drop the least of a token's experts, as a limit on the tokens of an expert does."""
-    return _choose_otherwise(lambda router, x, weights, numbers: (weights * (weights > weights[:, -1:]), numbers))
+CHOICES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    # As ranks in another order would.
+    "the next expert": lambda router, x, weights, numbers: (weights, (numbers + 1) % len(router.weight)),
+    # Their share of all scores, where the model scales those of the chosen to add up to 1.
+    "chosen experts' weights not scaled": lambda router, x, weights, numbers: (
+        (x.float() @ router.weight.float().T).softmax(dim=-1).gather(1, numbers),
+        numbers,
+    ),
+    # As a limit on the tokens of an expert does.
+    "the last chosen expert dropped": lambda router, x, weights, numbers: (
+        weights * (weights > weights[:, -1:]),
+        numbers,
+    ),
+}
+"""Name of a fault -> weights and numbers of a token's experts in place of its own, ``[n, k]`` both."""
 
 
 def choose_without_bias() -> list[Patch]:
@@ -103,7 +97,8 @@ def route_padding() -> list[Patch]:
     return [(ExpertLayer, "forward", wrap)]
 
 
-def _choose_otherwise(change: Callable[..., tuple[Tensor, Tensor]]) -> list[Patch]:
+def choose_otherwise(change: Callable[..., tuple[Tensor, Tensor]]) -> list[Patch]:
+    """Let ``change(router, x, weights, numbers)`` choose the experts of each token."""
     from hardware.megatron.experts import Router
 
     def wrap(forward):
@@ -145,7 +140,7 @@ def forget_routes_of_prompts() -> list[Patch]:
 
 def lose_the_routers_gradient() -> list[Patch]:
     """Weigh experts by numbers that hand no gradient on to the router."""
-    return _choose_otherwise(lambda router, x, weights, numbers: (weights.detach() + 0 * weights, numbers))
+    return choose_otherwise(lambda router, x, weights, numbers: (weights.detach() + 0 * weights, numbers))
 
 
 def sum_over_all_ranks() -> list[Patch]:

@@ -283,11 +283,14 @@ FAULTS: dict[str, Fault] = {
     "states of prompts forgotten": Fault(form_faults.forget_states_of_prompts, "layouts", model="qwen3_5_text"),
     "convolutions left out of a sync": _late(partial(sync_faults.leave_out, ".conv1d."), model="qwen3_5_text"),
     "gate and up of experts swapped": _mixture(expert_faults.swap_gate_and_up, "layouts"),
-    "the next expert": _mixture(expert_faults.take_the_next_expert, "layouts"),
-    "chosen experts' weights not scaled": _mixture(expert_faults.leave_weights_unscaled, "layouts"),
-    "the last chosen expert dropped": _mixture(expert_faults.drop_the_last_choice, "layouts"),
-    "a shared expert left out": _mixture(expert_faults.leave_out_shared, "layouts"),
-    "a shared expert without its gate": _mixture(expert_faults.leave_out_gate, "layouts"),
+    **{
+        name: _mixture(partial(expert_faults.choose_otherwise, choice), "layouts")
+        for name, choice in expert_faults.CHOICES.items()
+    },
+    **{
+        name: _mixture(partial(expert_faults.share_otherwise, forward), "layouts")
+        for name, forward in expert_faults.SHARED.items()
+    },
     "a router's gradient lost": _mixture(expert_faults.lose_the_routers_gradient, "gradients"),
     "experts' gradients summed over all ranks": _mixture(expert_faults.sum_over_all_ranks, "gradients"),
     "padding routed": _mixture(expert_faults.route_padding, "gradients"),

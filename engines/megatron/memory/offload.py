@@ -78,7 +78,7 @@ class OffloadedOptimizer:
             weight.main_param = replaced.get(id(weight.main_param), weight.main_param)
         part.prepare_grads = self.prepare_grads
         part.optimizer.register_step_pre_hook(lambda *_: self._fetch_gradients())
-        part.optimizer.register_step_post_hook(lambda *_: self._drop_gradients())
+        part.optimizer.register_step_post_hook(lambda *_: part.optimizer.zero_grad())
 
     def prepare_grads(self) -> bool:
         """Megatron's, which assigns each of its gradients."""
@@ -97,10 +97,6 @@ class OffloadedOptimizer:
         for tensors in chain(groups, self._part.shard_fp32_groups, self._part.shard_fp32_from_float16_groups):
             tensors[:] = [replaced.get(id(each), each) for each in tensors]
         return replaced
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.on_host:
-            parameter.grad = None
 
 
 class OffloadManager:
