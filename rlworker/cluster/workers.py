@@ -47,8 +47,8 @@ class Role:
         trainable: whether the engine has gradients and an optimizer.
         cpu_offload: whether its weights are on the device only while it computes.
         is_view: whether it is the actor's engine with its adapters off, and takes no memory.
-        shares_base: whether its weights beside its adapters and head are the actor's.
         needs_topk_logprobs: whether its loss reads the sampler's likeliest ids; other engines are not sent them.
+        shares_base: whether its weights beside its adapters and head are the actor's.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Role:
     trainable: bool = True
     cpu_offload: bool = False
     is_view: bool = False
-    shares_base: bool = False
     needs_topk_logprobs: bool = False
+    shares_base: bool = False
 
 
 class _Worker:
