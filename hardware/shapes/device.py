@@ -102,10 +102,10 @@ class ShapeMode(TorchDispatchMode):
         if operator is _aten.equal.default:
             return True
         if operator is _aten.is_set_to.default:
-            storages, *places = zip(
-                *((each.untyped_storage()._cdata, each.storage_offset(), each.shape, each.stride()) for each in args)
+            one, other = (
+                (each.untyped_storage()._cdata, each.storage_offset(), each.shape, each.stride()) for each in args
             )
-            return all(one == other for one, other in (storages, *places))
+            return one == other
         if operator is _aten.copy_.default and not isinstance(args[0], FakeTensor):
             return args[0]  # numbers that are not there, into real memory of the host
         self.operators += 1

@@ -124,7 +124,8 @@ def _read_dataset(path: str, load: Callable, expected: str) -> Iterator[dict]:
         dataset = load()
     except Exception as error:  # each kind of file and each way to the hub fails with errors of its own
         raise ValueError(f"data: {path}: cannot be loaded as {expected}: {type(error).__name__}: {error}") from error
-    # Decoders are off, but for Json's, which gives plain values. A kind without a decoder drops the key.
+    # Decoders are off, but for Json's, which gives plain values. A kind without a decoder drops the key. Structs have
+    # no _type, and lists a "feature"; neither has a decoder.
     plain = lambda feature: isinstance(feature.get("_type"), str) and "feature" not in feature  # noqa: E731
     skip = lambda feature: feature | ({"decode": feature["_type"] == "Json"} if plain(feature) else {})  # noqa: E731
     features = Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=skip))

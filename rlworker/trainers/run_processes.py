@@ -1,6 +1,7 @@
 """The training processes of an RL run, the engines that each group of processes holds, and warnings about them."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from engines.models.spec import ModelSpec
 from hardware.attention.rollouts import list_rollout_warnings
@@ -16,9 +17,16 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
     """
     actor = "actor", models["actor"], config.actor_of_run, config.rollout.temperature
     roles = {"actor": Role(*actor, needs_topk_logprobs=config.top_logprobs > 0)}
-    settings = config.actor_of_run.base_settings, config.rollout.temperature, False
-    settings += "reference" in config.placement.cpu_offload, config.views_reference, config.distill.top_k > 0
-    roles |= {name: Role(name, model, *settings) for name, model in models.items() if name not in ("actor", "critic")}
+    frozen = partial(
+        Role,
+        config=config.actor_of_run.base_settings,
+        temperature=config.rollout.temperature,
+        trainable=False,
+        cpu_offload="reference" in config.placement.cpu_offload,
+        is_view=config.views_reference,
+        needs_topk_logprobs=config.distill.top_k > 0,
+    )
+    roles |= {name: frozen(name, model) for name, model in models.items() if name not in ("actor", "critic")}
     if "critic" in models:
         roles["critic"] = Role("critic", models["critic"], config.critic_of_run, shares_base=config.shares_base)
     shared = tuple(role for name, role in roles.items() if name not in config.placement.dedicated_devices)
