@@ -27,6 +27,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
+StepObserver = Callable[[TrainBatch, LossFn, float, Schedule, tuple[dict[str, float], Outputs]], None]
+"""``observer(batch, loss, denominator, schedule, (metrics, outputs))``, called after an optimizer step."""
 SHARD_BYTES = 4 * 2**30
 """Most bytes of a file of a saved HuggingFace model."""
 
@@ -43,6 +45,7 @@ class WorkerGroup:
     def __init__(self, role: Role, platform: Platform, workers: list, places: list[dict]):
         self.role, self.name, self.platform, self.workers, self.places = role, role.name, platform, workers, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
+        self.observer: StepObserver | None = None  # is told of every optimizer step
 
     def call(
         self, method: Callable[Concatenate[TrainWorker, str, P], R], *args: P.args, **keywords: P.kwargs
@@ -66,7 +69,7 @@ class WorkerGroup:
             raw: whether to take the logits as they are, at temperature 1 and with no token banned.
         """
         batch = self._drop_unread(batch)
-        schedule = self._plan_shards(batch)
+        schedule = self.plan_shards(batch)
         parts = self.call_sharded(TrainWorker.forward, schedule.shards(batch), raw)
         return schedule.restore([outputs for outputs in parts if outputs])
 
@@ -82,7 +85,7 @@ class WorkerGroup:
         """
         _check_weights(batch)
         batch = self._drop_unread(batch)
-        schedule = self._plan_shards(batch)
+        schedule = self.plan_shards(batch)
         results = self.call_sharded(TrainWorker.train_step, schedule.shards(batch), loss, denominator)
         metrics, tokens = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}, float(batch.mask.sum())
         metrics["prompt_sharing"] = batch.num_tokens / schedule.count_computed()
@@ -90,7 +93,10 @@ class WorkerGroup:
         for name in results[0].metrics:
             values = [result.metrics[name] for result in results]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
-        return metrics, schedule.restore([result.outputs for result in results if result.outputs])
+        found = metrics, schedule.restore([result.outputs for result in results if result.outputs])
+        if self.observer:
+            self.observer(batch, loss, denominator, schedule, found)
+        return found
 
     def call_sharded(
         self,
@@ -126,7 +132,8 @@ class WorkerGroup:
         unread = dict.fromkeys(("rollout_top_ids", "rollout_top_logprobs", "old_top_logprobs", "ref_top_logprobs"))
         return replace(batch, **unread)
 
-    def _plan_shards(self, batch: TrainBatch) -> Schedule:
+    def plan_shards(self, batch: TrainBatch) -> Schedule:
+        """Plan which rank computes which sequences of a batch."""
         config, most = self.role.config, self.platform.max_pack_sequences
         model, whole_images = self.role.model, any(rule.images for rule in self.role.model.rules)
         found = find_beginnings(batch, config, self.platform, whole_images)

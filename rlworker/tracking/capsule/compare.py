@@ -1,0 +1,164 @@
+"""Find the first difference between two computations of a step that is more than rounding."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rlworker.tracking.capsule.files import SLOPE, Update, list_places
+
+_FACTOR = 4.0
+"""Most that a place may be apart, as a multiple of what rounding moves any place of the stage by."""
+_LEAST = 2.0**-21
+"""Relative difference of a derivative that single precision alone may have."""
+_HINTS = {
+    "embeddings": "ids, the embedding's weight, features of images",
+    "last norm": "the last norm",
+    "entropy": "the head's weight, the temperature, or the ids that may be sampled",
+    "logprobs": "the targets",
+    "values": "the critic's head",
+}
+_LOSS_HINT = "the loss, its settings, or the columns that it reads: advantages, weights, logprobs"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the computation, compared at all of its places.
+
+    Attributes:
+        name: "embeddings", "layer 3", "last norm", an output, or the loss's derivative by one.
+        places: sequence and position of each place, ``[P, 2]``. span: number of successive tokens of a place.
+        apart: difference of each place, ``[P]``. limit: most that rounding may make of it.
+        same: whether each place has the same bits, ``[P]``.
+    """
+
+    name: str
+    places: np.ndarray
+    span: int
+    apart: np.ndarray
+    limit: float
+    same: np.ndarray
+
+    @cached_property
+    def over(self) -> np.ndarray:
+        """Whether each place is apart by more than rounding, ``[P]``; NaN is."""
+        return ~self.same & ~(self.apart <= self.limit)
+
+    @property
+    def share(self) -> float:
+        """The largest difference as a share of the limit."""
+        largest = float(np.max(np.where(self.same, 0.0, self.apart), initial=0.0))
+        return largest / self.limit if self.limit else (np.inf if largest else 0.0)
+
+    @property
+    def hint(self) -> str:
+        """Say what computes the stage."""
+        return _LOSS_HINT if self.name.startswith(SLOPE) else _HINTS.get(self.name, f"{self.name}'s own computation")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place of a micro-batch that differs, in its first stage that does.
+
+    Attributes:
+        replica, micro_batch: numbers by the schedule. stage: the stage.
+        place: number of the place in the stage.
+    """
+
+    replica: int
+    micro_batch: int
+    stage: Stage
+    place: int
+
+    def describe(self, update: Update) -> str:
+        """Describe where it is, and by how much the place is apart."""
+        stage, (sequence, position) = self.stage, self.stage.places[self.place].tolist()
+        start = sum(update.batch.lengths[:sequence]) + position
+        token = int((update.batch.targets if stage.name in update.columns else update.batch.inputs)[start])
+        last = min(position + stage.span, update.batch.lengths[sequence]) - 1
+        where = f"position {position}" if last == position else f"positions {position} to {last}"
+        block = update.batch.image_block
+        image = "" if block is None or int(block[start]) < 0 else f", image {int(block[start])}"
+        count = int(stage.over.sum())
+        return (
+            f"replica {self.replica}, micro-batch {self.micro_batch}, {stage.name}, sequence {sequence}, {where} (id "
+            f"{token}{image}): apart by {stage.apart[self.place]:.1e}, limit {stage.limit:.1e}, at {count} of "
+            f"{len(stage.over)} places; look at {stage.hint}"
+        )
+
+
+def measure_states(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Estimate from sketches ``[..., k + 1]`` how far states are apart, relative to the norm of ``a``'s: ``[...]``."""
+    apart = (a - b).astype(np.float64)
+    projected, norm = np.sqrt(np.mean(apart[..., :-1] ** 2, axis=-1)), np.abs(apart[..., -1])
+    return np.maximum(projected, norm) / np.maximum(a[..., -1], np.finfo(np.float32).tiny)
+
+
+def compare_updates(before: Update, now: Update, rounded: Sequence[Update]) -> list[Stage]:
+    """Compare two computations of an optimizer step, stage by stage in the order of the computation.
+
+    Args:
+        now: the second, with the sketches' span of the first. rounded: the second again, rounded otherwise.
+    """
+    stages, last = [], len(before.values) - 1
+    for number, states in enumerate(before.values):
+        name = {0: "embeddings", last: "last norm"}.get(number, f"layer {number}")
+        moved = max(float(measure_states(now.values[number], one.values[number]).max()) for one in rounded)
+        apart, same = measure_states(states, now.values[number]), before.bits[number] == now.bits[number]
+        stages.append(Stage(name, before.places, before.span, apart, _FACTOR * moved, same))
+    places = list_places(before.batch.lengths)
+    for name in sorted(before.columns, key=_order_column):
+        own, other = before.columns[name], now.columns[name]
+        moved = max(float(np.abs(other - one.columns[name]).max(initial=0.0)) for one in rounded)
+        least = _LEAST * float(np.abs(own).max(initial=0.0)) if name.startswith(SLOPE) else 0.0
+        limit = max(_FACTOR * moved, least)
+        stages.append(Stage(name, places, 1, np.abs(own - other), limit, (own == other) | (np.isnan(own) & np.isnan(other))))
+    return stages
+
+
+def _order_column(name: str) -> tuple[bool, str]:
+    """Order columns as they are computed: a wrong distribution shows in entropies, a wrong target in logprobs alone."""
+    return name.startswith(SLOPE), name
+
+
+def find_first(
+    stages: Sequence[Stage], rows: Sequence[Sequence[Sequence[int]]], bits: bool = False
+) -> Difference | None:
+    """Find the first micro-batch with a difference, in it the first stage, and in that the first place.
+
+    Args:
+        rows: as in ``Update``. bits: look for places with other bits, in place of those that rounding does not explain.
+    """
+    wrong = [~stage.same if bits else stage.over for stage in stages]
+    if not any(each.any() for each in wrong):
+        return None
+    for replica, number, members in _list_micro_batches(rows):
+        for stage, each in zip(stages, wrong, strict=True):
+            for row in members:
+                found = np.flatnonzero(each & (stage.places[:, 0] == row))
+                if len(found):
+                    return Difference(replica, number, stage, int(found[0]))
+    raise AssertionError("a place is of no micro-batch")
+
+
+def _list_micro_batches(rows: Sequence[Sequence[Sequence[int]]]) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """List micro-batches in the order in which they are computed: replica, number, and sequences."""
+    for number in range(max(map(len, rows))):
+        for replica, of_replica in enumerate(rows):
+            if number < len(of_replica):
+                yield replica, number, of_replica[number]
+
+
+def compare_schedules(before: Update, now: Update) -> str:
+    """Describe the first micro-batch that has other sequences; empty where the schedules are equal."""
+    for (replica, number, own), (_, _, other) in zip(
+        _list_micro_batches(before.rows), _list_micro_batches(now.rows), strict=False
+    ):
+        if own != other:
+            place = next(i for i, (a, b) in enumerate(zip([*own, -1], [*other, -1], strict=False)) if a != b)
+            return (
+                f"replica {replica}, micro-batch {number} differs from place {place} on: it has sequences {other}, the "
+                f"capsule's {own}"
+            )
+    return "" if before.digest == now.digest else "sequences are the same; what they share at their beginning is not"

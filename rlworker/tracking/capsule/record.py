@@ -1,0 +1,139 @@
+"""Record the optimizer steps of a training engine, and keep a step of a run as a capsule."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from engines.batch.batch import TrainBatch
+from engines.batch.schedule import Schedule
+from engines.batch.shard import Outputs, list_columns
+from engines.interfaces import LossFn
+from rlworker.cluster.train_group import WorkerGroup
+from rlworker.config.run import TrainingConfig
+from rlworker.tracking.capsule.files import CAPSULES, SLOPE, Capsule, Update, write_capsule
+from rlworker.tracking.capsule.functions import describe_function
+from rlworker.tracking.provenance import collect_provenance
+from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.terminal import LOGGER
+
+_STATES = "engines.probes.states:"
+
+
+@contextmanager
+def recording(group: WorkerGroup) -> Iterator[tuple[list[Update], list[LossFn]]]:
+    """Record the optimizer steps that an engine takes in this context; the lists have them, and the loss of each, at
+    its end."""
+    updates: list[Update] = []
+    losses: list[LossFn] = []
+    told: list[tuple[Schedule, Outputs]] = []
+
+    def note(batch: TrainBatch, loss: LossFn, denominator: float, schedule: Schedule, result: tuple) -> None:
+        metrics, outputs = result
+        rows = [[micro.tolist() for micro in replica] for replica in schedule.rows]
+        losses.append(loss)
+        told.append((schedule, outputs))
+        sizes = rows, schedule.digest, {name: float(value) for name, value in metrics.items()}
+        updates.append(Update(batch, denominator, *sizes, {}, np.empty(0), np.empty(0)))
+
+    group.run(f"{_STATES}begin_records")
+    group.observer = note
+    try:
+        yield updates, losses
+    finally:
+        group.observer = None
+    records = zip(*group.run(f"{_STATES}take_records"), strict=True)  # by optimizer step, then by rank
+    for number, (of_ranks, (schedule, outputs)) in enumerate(zip(records, told, strict=True)):
+        updates[number] = replace(updates[number], **join_records(group, schedule, of_ranks, outputs))
+
+
+def join_records(group: WorkerGroup, schedule: Schedule, records: Any, outputs: Outputs) -> dict[str, Any]:
+    """Join the records of an optimizer step on all ranks, in the order of the batch.
+
+    Args:
+        outputs: the outputs ``[N]``.
+
+    Returns:
+        ``columns``, ``values`` and ``bits`` of ``Update``.
+    """
+
+    def join(name: str) -> dict[Any, np.ndarray]:
+        by_replica: list[dict] = [{} for _ in range(group.dp_size)]
+        for place, record in zip(group.places, records, strict=True):
+            by_replica[place["dp_rank"]] |= getattr(record, name)
+        return {
+            key: schedule.restore_order(torch.cat([part[key] for part in by_replica])).numpy() for key in by_replica[0]
+        }
+
+    values, bits = join("values"), join("bits")
+    columns = {name: column.numpy() for name, column in list_columns(outputs).items() if column.dim() == 1}
+    columns |= {SLOPE + name: column for name, column in join("slopes").items()}
+    stages = sorted(values)
+    return {
+        "columns": columns,
+        "values": np.stack([values[stage] for stage in stages]),
+        "bits": np.stack([bits[stage] for stage in stages]),
+    }
+
+
+def digest_weights(group: WorkerGroup) -> dict[str, int]:
+    """Digest every weight of an engine: HF name -> digest."""
+    return {name: one for part in group.run(f"{_STATES}digest_weights") for name, one in part.items()}
+
+
+class KeptRun(Protocol):
+    """A run whose steps can be kept."""
+
+    steps_done: int
+
+    @property
+    def config(self) -> TrainingConfig: ...
+
+    @property
+    def folder(self) -> RunFolder: ...
+
+    def list_learners(self) -> list[WorkerGroup]: ...
+
+    def save(self, metrics: Mapping[str, float]) -> None: ...
+
+
+@contextmanager
+def keeping_capsule(run: KeptRun, metrics: Mapping[str, float]) -> Iterator[None]:
+    """Keep the step that a run takes in this context as a capsule, if ``--capsule-steps`` names it.
+
+    The optimizer steps of the actor are kept, and the checkpoint before them is written.
+
+    Args:
+        metrics: metrics of the last step, for the checkpoint.
+    """
+    config, before = run.config, run.steps_done
+    if before + 1 not in config.capsuled_steps:
+        yield
+        return
+    if before:
+        run.save(metrics)
+    group, folder = run.list_learners()[0], run.folder.path / CAPSULES / f"step_{before + 1}"
+    weights = digest_weights(group)
+    with recording(group) as (updates, losses):
+        yield
+    if not updates:  # nothing was learned
+        return
+    capsule = Capsule(
+        folder=folder.absolute(),
+        step=before + 1,
+        platform=config.platform,
+        config=group.role.config,
+        temperature=group.role.temperature,
+        seed=config.seed,
+        model=group.role.model.folder,
+        checkpoint=f"checkpoints/step_{before}" if before else "",
+        weights=weights,
+        loss=describe_function(losses[0]),
+        provenance=asdict(collect_provenance(config.platform)),
+        updates=updates,
+    )
+    size = write_capsule(capsule)
+    LOGGER.info(f"capsule: step {before + 1} is kept in {folder}, {size / 2**20:.1f} MB")

@@ -1,0 +1,158 @@
+"""``rlworker replay``: compute a kept step anew, and name the first place that differs by more than rounding."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from engines.config import MegatronConfig
+from engines.interfaces import LossFn
+from engines.models.hub import find_model
+from engines.validation import check_types
+from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
+from rlworker.checks.trainer import Finding
+from rlworker.cluster.ray import running_ray
+from rlworker.cluster.train_group import StartingGroup, WorkerGroup
+from rlworker.cluster.watch import naming_failures
+from rlworker.cluster.workers import Role, TrainWorker
+from rlworker.config.model_checks import check_trainable
+from rlworker.tracking.capsule.compare import compare_schedules, compare_updates, find_first
+from rlworker.tracking.capsule.files import Capsule, Update, read_capsule
+from rlworker.tracking.capsule.functions import find_function
+from rlworker.tracking.capsule.record import digest_weights, join_records, recording
+
+_ROUNDINGS = 2
+"""Number of forward passes that are rounded otherwise."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Settings of ``rlworker replay``. Those that are left out are the capsule's."""
+
+    capsule: Positional[str] = ""
+    """Folder of the capsule, such as RUN/capsules/step_3."""
+    model: str = ""
+    """Folder or hf:ORG/NAME of the starting model; empty takes the path that the run had."""
+    checkpoint: str = ""
+    """Folder of the checkpoint before the step; empty takes the run's, beside the folder of its capsules."""
+    platform: PlatformName = DEFAULT_PLATFORM
+    """Kind of machine that the engine runs on."""
+    actor: MegatronConfig = field(default_factory=MegatronConfig)
+    json: bool = False
+    """Print JSON in place of the table."""
+
+    def __post_init__(self):
+        check_types("replay", self)
+
+
+def run_replay(config: ReplayConfig, tell: Callable[[str], None]) -> list[Finding]:
+    """Start the training engine, compute the step anew, end the engine and return the findings.
+
+    Args:
+        tell: is called with a line of text at the start of each part.
+
+    Raises:
+        ValueError: the capsule, its model, its checkpoint or its loss is not there; nothing was started.
+    """
+    capsule = read_capsule(config.capsule)
+    find_function(capsule.loss)
+    model = check_trainable_model(config, capsule)
+    checkpoint = find_checkpoint(config, capsule)
+    roles = (Role("actor", model, config.actor, capsule.temperature),)
+    tell("the engine starts")
+    with (
+        running_ray(config.actor.ranks, config.platform),
+        StartingGroup("actor", config.platform, roles, capsule.seed) as starting,
+        naming_failures("replay", starting.name_workers),
+    ):
+        group = starting.wait()["actor"]
+        if checkpoint:
+            group.call(TrainWorker.load, str(checkpoint / "actor"))
+        return replay(capsule, group, tell)
+
+
+def check_trainable_model(config: ReplayConfig, capsule: Capsule):
+    """Return the capsule's model, checked against the settings of the engine."""
+    from engines.models.spec import ModelSpec
+
+    model = ModelSpec.from_folder(find_model(config.model or capsule.model))
+    check_trainable(model, config.actor, config.platform)
+    return model
+
+
+def find_checkpoint(config: ReplayConfig, capsule: Capsule) -> Path | None:
+    """Return the checkpoint at which a capsule begins; None where it begins at the starting model.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if not capsule.checkpoint:
+        return None
+    folder = Path(config.checkpoint or capsule.folder.parents[1] / capsule.checkpoint)
+    if not (folder / "actor").is_dir():
+        raise ValueError(
+            f"capsule: step {capsule.step} begins at the checkpoint {str(folder)!r}, which is not there; name it by "
+            "--checkpoint"
+        )
+    return folder
+
+
+def replay(capsule: Capsule, group: WorkerGroup, tell: Callable[[str], None] = lambda line: None) -> list[Finding]:
+    """Compute a capsule's optimizer steps anew on an engine with its weights, and compare them stage by stage.
+
+    Args:
+        group: the engine; it has taken the steps afterwards. tell: as for ``run_replay``.
+    """
+    loss, platform = find_function(capsule.loss), group.platform
+
+    def find(check: str, where: str, passed: bool, text: str) -> Finding:
+        return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(platform.name).evidence)
+
+    tell("digests of the weights")
+    weights = digest_weights(group)
+    unlike = [name for name, digest in capsule.weights.items() if weights.get(name) != digest]
+    text = f"{len(unlike)} of {len(capsule.weights)} tensors are not the run's, the first {unlike[:1]}"
+    findings = [find("weights", "before the step", not unlike, text if unlike else f"{len(weights)} tensors are alike")]
+    if capsule.config.dtype != group.role.config.dtype:
+        findings = []  # digests are of the weights in their type
+    is_alike = capsule.config == group.role.config and capsule.platform == platform.name
+    for number, kept in enumerate(capsule.updates, 1):
+        tell(f"optimizer step {number} of {len(capsule.updates)}")
+        rounded = _measure_rounding(group, kept, loss, capsule.config.dtype)
+        with recording(group) as (updates, _):
+            group.train_step(kept.batch, loss, kept.denominator)
+        now = updates[0].pool(kept.span)
+        if is_alike and (text := compare_schedules(kept, now)):
+            findings.append(find("schedule", f"optimizer step {number}", False, text))
+        findings.append(find("step", f"optimizer step {number}", *_compare(kept, now, rounded)))
+    return findings
+
+
+def _compare(kept: Update, now: Update, rounded: list[Update]) -> tuple[bool, str]:
+    """Compare an optimizer step with the capsule's: whether rounding explains all differences, and a text."""
+    stages = compare_updates(kept, now, rounded)
+    if first := find_first(stages, kept.rows):
+        return False, f"differs first in {first.describe(kept)}"
+    norms = kept.metrics["grad_norm"], now.metrics["grad_norm"]
+    told = f"loss {now.metrics['loss']:.6g}, gradient norm {norms[1]:.6g}"
+    if not (other := find_first(stages, kept.rows, bits=True)):
+        same = kept.metrics == now.metrics
+        return same, f"bit for bit in {len(stages)} stages; {told if same else f'the gradient norm was {norms[0]:.9g}'}"
+    worst = max(stages, key=lambda stage: stage.share)
+    return True, (
+        f"alike within rounding; other bits first in {other.stage.name} of micro-batch {other.micro_batch}; at most "
+        f"{worst.share:.2f} of the limit, in {worst.name}; {told}, was {norms[0]:.6g}"
+    )
+
+
+def _measure_rounding(group: WorkerGroup, kept: Update, loss: LossFn, dtype: str) -> list[Update]:
+    """Compute the step's forward pass rounded otherwise: what is apart is rounding."""
+    schedule = group.plan_shards(kept.batch)
+    shards, found = schedule.shards(kept.batch), []
+    for seed in range(_ROUNDINGS):
+        records = group.run("engines.probes.states:record_rounded", shards, loss, dtype, seed)
+        outputs = {place["dp_rank"]: one.outputs for place, one in zip(group.places, records, strict=True) if one.outputs}
+        joined = join_records(group, schedule, records, schedule.restore([outputs[n] for n in range(group.dp_size)]))
+        found.append(replace(kept, span=1, **joined).pool(kept.span))
+    return found
