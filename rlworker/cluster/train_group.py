@@ -27,8 +27,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
-StepObserver = Callable[[TrainBatch, LossFn, float, Schedule, tuple[dict[str, float], Outputs]], None]
-"""``observer(batch, loss, denominator, schedule, (metrics, outputs))``, called after an optimizer step."""
+StepObserver = Callable[[TrainBatch, LossFn, float, Schedule], Callable[[dict[str, float], Outputs], None]]
+"""``observer(batch, loss, denominator, schedule)``, called before an optimizer step; what it returns is called after
+it, with metrics and outputs."""
 SHARD_BYTES = 4 * 2**30
 """Most bytes of a file of a saved HuggingFace model."""
 
@@ -45,7 +46,7 @@ class WorkerGroup:
     def __init__(self, role: Role, platform: Platform, workers: list, places: list[dict]):
         self.role, self.name, self.platform, self.workers, self.places = role, role.name, platform, workers, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
-        self.observer: StepObserver | None = None  # is told of every optimizer step
+        self.observer: StepObserver | None = None
 
     def call(
         self, method: Callable[Concatenate[TrainWorker, str, P], R], *args: P.args, **keywords: P.kwargs
@@ -86,6 +87,7 @@ class WorkerGroup:
         _check_weights(batch)
         batch = self._drop_unread(batch)
         schedule = self.plan_shards(batch)
+        note_result = self.observer(batch, loss, denominator, schedule) if self.observer else None
         results = self.call_sharded(TrainWorker.train_step, schedule.shards(batch), loss, denominator)
         metrics, tokens = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}, float(batch.mask.sum())
         metrics["prompt_sharing"] = batch.num_tokens / schedule.count_computed()
@@ -93,10 +95,10 @@ class WorkerGroup:
         for name in results[0].metrics:
             values = [result.metrics[name] for result in results]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
-        found = metrics, schedule.restore([result.outputs for result in results if result.outputs])
-        if self.observer:
-            self.observer(batch, loss, denominator, schedule, found)
-        return found
+        outputs = schedule.restore([result.outputs for result in results if result.outputs])
+        if note_result:
+            note_result(metrics, outputs)
+        return metrics, outputs
 
     def call_sharded(
         self,

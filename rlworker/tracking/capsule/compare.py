@@ -71,19 +71,24 @@ class Difference:
     stage: Stage
     place: int
 
+    def name_place(self) -> str:
+        """Name the micro-batch, the stage and the place."""
+        sequence, position = self.stage.places[self.place].tolist()
+        where = f"replica {self.replica}, micro-batch {self.micro_batch}, {self.stage.name}, sequence {sequence}"
+        return f"{where}, position {position}" + (
+            f" to {position + self.stage.span - 1}" if self.stage.span > 1 else ""
+        )
+
     def describe(self, update: Update) -> str:
         """Describe where it is, and by how much the place is apart."""
         stage, (sequence, position) = self.stage, self.stage.places[self.place].tolist()
         start = sum(update.batch.lengths[:sequence]) + position
         token = int((update.batch.targets if stage.name in update.columns else update.batch.inputs)[start])
-        last = min(position + stage.span, update.batch.lengths[sequence]) - 1
-        where = f"position {position}" if last == position else f"positions {position} to {last}"
         block = update.batch.image_block
         image = "" if block is None or int(block[start]) < 0 else f", image {int(block[start])}"
         count = int(stage.over.sum())
         return (
-            f"replica {self.replica}, micro-batch {self.micro_batch}, {stage.name}, sequence {sequence}, {where} (id "
-            f"{token}{image}): apart by {stage.apart[self.place]:.1e}, limit {stage.limit:.1e}, at {count} of "
+            f"{self.name_place()} (id {token}{image}): apart by {stage.apart[self.place]:.1e}, limit {stage.limit:.1e}, at {count} of "
             f"{len(stage.over)} places; look at {stage.hint}"
         )
 
@@ -95,25 +100,37 @@ def measure_states(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(projected, norm) / np.maximum(a[..., -1], np.finfo(np.float32).tiny)
 
 
-def compare_updates(before: Update, now: Update, rounded: Sequence[Update]) -> list[Stage]:
-    """Compare two computations of an optimizer step, stage by stage in the order of the computation.
+def measure_rounding(update: Update, rounded: Sequence[Update]) -> dict[str, float]:
+    """Measure how far rounding moves the places of each stage, at most: stage -> difference.
 
     Args:
-        now: the second, with the sketches' span of the first. rounded: the second again, rounded otherwise.
+        rounded: the update computed again, rounded otherwise.
     """
-    stages, last = [], len(before.values) - 1
-    for number, states in enumerate(before.values):
-        name = {0: "embeddings", last: "last norm"}.get(number, f"layer {number}")
-        moved = max(float(measure_states(now.values[number], one.values[number]).max()) for one in rounded)
+    moved = {
+        name: max(float(measure_states(update.values[number], one.values[number]).max()) for one in rounded)
+        for number, name in enumerate(update.stages)
+    }
+    return moved | {
+        name: max(float(np.abs(column - one.columns[name]).max(initial=0.0)) for one in rounded)
+        for name, column in update.columns.items()
+    }
+
+
+def compare_updates(before: Update, now: Update) -> list[Stage]:
+    """Compare two computations of an optimizer step, stage by stage in the order of the computation.
+
+    The lesser rounding of the two counts: that of a computation which is wrong may be larger.
+    """
+    limits = {name: _FACTOR * min(moved, now.rounding[name]) for name, moved in before.rounding.items()}
+    stages, places = [], list_places(before.batch.lengths)
+    for number, (name, states) in enumerate(zip(before.stages, before.values, strict=True)):
         apart, same = measure_states(states, now.values[number]), before.bits[number] == now.bits[number]
-        stages.append(Stage(name, before.places, before.span, apart, _FACTOR * moved, same))
-    places = list_places(before.batch.lengths)
+        stages.append(Stage(name, before.places, before.span, apart, limits[name], same))
     for name in sorted(before.columns, key=_order_column):
         own, other = before.columns[name], now.columns[name]
-        moved = max(float(np.abs(other - one.columns[name]).max(initial=0.0)) for one in rounded)
         least = _LEAST * float(np.abs(own).max(initial=0.0)) if name.startswith(SLOPE) else 0.0
-        limit = max(_FACTOR * moved, least)
-        stages.append(Stage(name, places, 1, np.abs(own - other), limit, (own == other) | (np.isnan(own) & np.isnan(other))))
+        same = (own == other) | (np.isnan(own) & np.isnan(other))
+        stages.append(Stage(name, places, 1, np.abs(own - other), max(limits[name], least), same))
     return stages
 
 

@@ -39,6 +39,7 @@ class Update:
         metrics: name -> metric of the step.
         columns: name -> ``[N]`` float32: outputs, and derivatives of the loss by them, named by ``SLOPE``.
         values: ``[stages, P, k + 1]`` float32, sketches of states. bits: ``[stages, P]`` int64, hashes of their bits.
+        rounding: stage -> how far rounding alone moves any of its places, where it was measured.
         span: number of successive tokens of a sequence that have one sketch; P = N where it is 1.
     """
 
@@ -50,12 +51,26 @@ class Update:
     columns: dict[str, np.ndarray]
     values: np.ndarray
     bits: np.ndarray
+    rounding: dict[str, float] = field(default_factory=dict)
     span: int = 1
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the stages with states, in order."""
+        return ["embeddings", *(f"layer {number}" for number in range(1, len(self.values) - 1)), "last norm"]
 
     @cached_property
     def places(self) -> np.ndarray:
         """Sequence and position of the first token of each sketch, ``[P, 2]``."""
         return list_places(self.batch.lengths, self.span)
+
+    def choose_span(self, updates: int) -> int:
+        """Choose the span at which the sketches of a step with so many optimizer steps like this one are small."""
+        stages, tokens, width = self.values.shape
+        span = 1
+        while updates * stages * -(-tokens // span) * (4 * width + 8) > MOST_BYTES:
+            span *= 2
+        return span
 
     def pool(self, span: int) -> "Update":
         """Return the update with one sketch of each ``span`` successive tokens: their sum with fixed random signs,
@@ -124,16 +139,15 @@ def write_capsule(capsule: Capsule) -> int:
     }
     described |= {"config": asdict(capsule.config), "updates": []}
     for number, update in enumerate(capsule.updates, 1):
-        stages, tokens, width = update.values.shape
-        span = 1
-        while stages * -(-tokens // span) * (4 * width + 8) * len(capsule.updates) > MOST_BYTES:
-            span *= 2
-        kept = update.pool(span)
-        batch = {f"batch/{name}": column.cpu().numpy() for name, column in kept.batch.columns().items()}
-        arrays = {"values": kept.values, "bits": kept.bits} | {f"out/{k}": v for k, v in kept.columns.items()}
+        batch = {f"batch/{name}": column.cpu().numpy() for name, column in update.batch.columns().items()}
+        arrays = {"values": update.values, "bits": update.bits} | {f"out/{k}": v for k, v in update.columns.items()}
         np.savez(folder / f"update_{number}.npz", **batch, **arrays)
-        told = {name: getattr(kept, name) for name in ("denominator", "rows", "digest", "metrics", "span")}
-        described["updates"].append(told | {"lengths": kept.batch.lengths, "images": _keep_images(folder, kept.batch)})
+        told = {
+            name: getattr(update, name) for name in ("denominator", "rows", "digest", "metrics", "rounding", "span")
+        }
+        described["updates"].append(
+            told | {"lengths": update.batch.lengths, "images": _keep_images(folder, update.batch)}
+        )
     write_whole(folder / _DESCRIPTION, json.dumps(described))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(folder, final)

@@ -1,6 +1,6 @@
 """Record the optimizer steps of a training engine, and keep a step of a run as a capsule."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from engines.batch.shard import Outputs, list_columns
 from engines.interfaces import LossFn
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.config.run import TrainingConfig
+from rlworker.tracking.capsule.compare import measure_rounding
 from rlworker.tracking.capsule.files import CAPSULES, SLOPE, Capsule, Update, write_capsule
 from rlworker.tracking.capsule.functions import describe_function
 from rlworker.tracking.provenance import collect_provenance
@@ -21,23 +22,39 @@ from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import LOGGER
 
 _STATES = "engines.probes.states:"
+_ROUNDINGS = 2
+"""Number of forward passes that are rounded otherwise."""
 
 
 @contextmanager
-def recording(group: WorkerGroup) -> Iterator[tuple[list[Update], list[LossFn]]]:
+def recording(group: WorkerGroup, dtype: str, span: int = 0) -> Iterator[tuple[list[Update], list[LossFn]]]:
     """Record the optimizer steps that an engine takes in this context; the lists have them, and the loss of each, at
-    its end."""
+    its end.
+
+    Args:
+        dtype: name of the type whose rounding is measured.
+        span: number of successive tokens that have one sketch; 0 takes as many as ``choose_span`` does.
+    """
     updates: list[Update] = []
     losses: list[LossFn] = []
-    told: list[tuple[Schedule, Outputs]] = []
+    told: list[tuple[Schedule, Outputs, list[Update]]] = []
 
-    def note(batch: TrainBatch, loss: LossFn, denominator: float, schedule: Schedule, result: tuple) -> None:
-        metrics, outputs = result
+    def note(batch: TrainBatch, loss: LossFn, denominator: float, schedule: Schedule) -> Callable:
         rows = [[micro.tolist() for micro in replica] for replica in schedule.rows]
-        losses.append(loss)
-        told.append((schedule, outputs))
-        sizes = rows, schedule.digest, {name: float(value) for name, value in metrics.items()}
-        updates.append(Update(batch, denominator, *sizes, {}, np.empty(0), np.empty(0)))
+        blank = Update(batch, denominator, rows, schedule.digest, {}, {}, np.empty(0), np.empty(0))
+        rounded = []  # by the weights before the step
+        for seed in range(_ROUNDINGS):
+            records = group.run(f"{_STATES}record_rounded", schedule.shards(batch), loss, dtype, seed)
+            outputs = {p["dp_rank"]: one.outputs for p, one in zip(group.places, records, strict=True) if one.outputs}
+            restored = schedule.restore([outputs[number] for number in range(group.dp_size)])
+            rounded.append(replace(blank, **join_records(group, schedule, records, restored)))
+
+        def note_result(metrics: dict[str, float], outputs: Outputs) -> None:
+            losses.append(loss)
+            told.append((schedule, outputs, rounded))
+            updates.append(replace(blank, metrics={name: float(value) for name, value in metrics.items()}))
+
+        return note_result
 
     group.run(f"{_STATES}begin_records")
     group.observer = note
@@ -45,9 +62,12 @@ def recording(group: WorkerGroup) -> Iterator[tuple[list[Update], list[LossFn]]]
         yield updates, losses
     finally:
         group.observer = None
-    records = zip(*group.run(f"{_STATES}take_records"), strict=True)  # by optimizer step, then by rank
-    for number, (of_ranks, (schedule, outputs)) in enumerate(zip(records, told, strict=True)):
-        updates[number] = replace(updates[number], **join_records(group, schedule, of_ranks, outputs))
+    records = list(zip(*group.run(f"{_STATES}take_records"), strict=True))  # by optimizer step, then by rank
+    for number, (of_ranks, (schedule, outputs, rounded)) in enumerate(zip(records, told, strict=True)):
+        whole = replace(updates[number], **join_records(group, schedule, of_ranks, outputs))
+        size = span or whole.choose_span(len(records))
+        pooled = whole.pool(size)
+        updates[number] = replace(pooled, rounding=measure_rounding(pooled, [one.pool(size) for one in rounded]))
 
 
 def join_records(group: WorkerGroup, schedule: Schedule, records: Any, outputs: Outputs) -> dict[str, Any]:
@@ -117,7 +137,7 @@ def keeping_capsule(run: KeptRun, metrics: Mapping[str, float]) -> Iterator[None
         run.save(metrics)
     group, folder = run.list_learners()[0], run.folder.path / CAPSULES / f"step_{before + 1}"
     weights = digest_weights(group)
-    with recording(group) as (updates, losses):
+    with recording(group, group.role.config.dtype) as (updates, losses):
         yield
     if not updates:  # nothing was learned
         return

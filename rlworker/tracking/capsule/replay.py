@@ -1,13 +1,12 @@
 """``rlworker replay``: compute a kept step anew, and name the first place that differs by more than rounding."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from engines.config import MegatronConfig
-from engines.interfaces import LossFn
 from engines.models.hub import find_model
 from engines.validation import check_types
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
@@ -20,10 +19,7 @@ from rlworker.config.model_checks import check_trainable
 from rlworker.tracking.capsule.compare import compare_schedules, compare_updates, find_first
 from rlworker.tracking.capsule.files import Capsule, Update, read_capsule
 from rlworker.tracking.capsule.functions import find_function
-from rlworker.tracking.capsule.record import digest_weights, join_records, recording
-
-_ROUNDINGS = 2
-"""Number of forward passes that are rounded otherwise."""
+from rlworker.tracking.capsule.record import digest_weights, recording
 
 
 @dataclass(frozen=True)
@@ -119,40 +115,29 @@ def replay(capsule: Capsule, group: WorkerGroup, tell: Callable[[str], None] = l
     is_alike = capsule.config == group.role.config and capsule.platform == platform.name
     for number, kept in enumerate(capsule.updates, 1):
         tell(f"optimizer step {number} of {len(capsule.updates)}")
-        rounded = _measure_rounding(group, kept, loss, capsule.config.dtype)
-        with recording(group) as (updates, _):
+        with recording(group, capsule.config.dtype, kept.span) as (updates, _):
             group.train_step(kept.batch, loss, kept.denominator)
-        now = updates[0].pool(kept.span)
+        now = updates[0]
         if is_alike and (text := compare_schedules(kept, now)):
             findings.append(find("schedule", f"optimizer step {number}", False, text))
-        findings.append(find("step", f"optimizer step {number}", *_compare(kept, now, rounded)))
+        findings.append(find("step", f"optimizer step {number}", *_compare(kept, now)))
     return findings
 
 
-def _compare(kept: Update, now: Update, rounded: list[Update]) -> tuple[bool, str]:
+def _compare(kept: Update, now: Update) -> tuple[bool, str]:
     """Compare an optimizer step with the capsule's: whether rounding explains all differences, and a text."""
-    stages = compare_updates(kept, now, rounded)
-    if first := find_first(stages, kept.rows):
-        return False, f"differs first in {first.describe(kept)}"
+    stages = compare_updates(kept, now)
+    other = find_first(stages, kept.rows, bits=True)
+    if other and (first := find_first(stages, kept.rows)):
+        text = f"differs first in {first.describe(kept)}"
+        return False, text if first == other else f"{text}; other bits first in {other.name_place()}"
     norms = kept.metrics["grad_norm"], now.metrics["grad_norm"]
     told = f"loss {now.metrics['loss']:.6g}, gradient norm {norms[1]:.6g}"
-    if not (other := find_first(stages, kept.rows, bits=True)):
+    if not other:
         same = kept.metrics == now.metrics
         return same, f"bit for bit in {len(stages)} stages; {told if same else f'the gradient norm was {norms[0]:.9g}'}"
     worst = max(stages, key=lambda stage: stage.share)
     return True, (
-        f"alike within rounding; other bits first in {other.stage.name} of micro-batch {other.micro_batch}; at most "
+        f"alike within rounding; other bits first in {other.name_place()}; at most "
         f"{worst.share:.2f} of the limit, in {worst.name}; {told}, was {norms[0]:.6g}"
     )
-
-
-def _measure_rounding(group: WorkerGroup, kept: Update, loss: LossFn, dtype: str) -> list[Update]:
-    """Compute the step's forward pass rounded otherwise: what is apart is rounding."""
-    schedule = group.plan_shards(kept.batch)
-    shards, found = schedule.shards(kept.batch), []
-    for seed in range(_ROUNDINGS):
-        records = group.run("engines.probes.states:record_rounded", shards, loss, dtype, seed)
-        outputs = {place["dp_rank"]: one.outputs for place, one in zip(group.places, records, strict=True) if one.outputs}
-        joined = join_records(group, schedule, records, schedule.restore([outputs[n] for n in range(group.dp_size)]))
-        found.append(replace(kept, span=1, **joined).pool(kept.span))
-    return found
