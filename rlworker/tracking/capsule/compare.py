@@ -75,9 +75,8 @@ class Difference:
         """Name the micro-batch, the stage and the place."""
         sequence, position = self.stage.places[self.place].tolist()
         where = f"replica {self.replica}, micro-batch {self.micro_batch}, {self.stage.name}, sequence {sequence}"
-        return f"{where}, position {position}" + (
-            f" to {position + self.stage.span - 1}" if self.stage.span > 1 else ""
-        )
+        last = f" to {position + self.stage.span - 1}" if self.stage.span > 1 else ""
+        return f"{where}, position {position}{last}"
 
     def describe(self, update: Update) -> str:
         """Describe where it is, and by how much the place is apart."""
@@ -88,8 +87,8 @@ class Difference:
         image = "" if block is None or int(block[start]) < 0 else f", image {int(block[start])}"
         count = int(stage.over.sum())
         return (
-            f"{self.name_place()} (id {token}{image}): apart by {stage.apart[self.place]:.1e}, limit {stage.limit:.1e}, at {count} of "
-            f"{len(stage.over)} places; look at {stage.hint}"
+            f"{self.name_place()} (id {token}{image}): apart by {stage.apart[self.place]:.1e}, limit "
+            f"{stage.limit:.1e}, at {count} of {len(stage.over)} places; look at {stage.hint}"
         )
 
 

@@ -49,7 +49,7 @@ def call_worker(rank: int, world: int, method: str, args: tuple, keywords: dict)
     return getattr(_HELD["worker"], method)("actor", *args, **keywords)
 
 
-def make_groups(vocab: int, groups: int = 3, samples: int = 3) -> TrainBatch:
+def make_groups(vocab: int, groups: int = 2, samples: int = 3) -> TrainBatch:
     """Make groups of samples of one prompt, with logprobs of the rollout and an advantage of each sample."""
     generator = np.random.default_rng(0)
     sequences, prompts = [], []
@@ -108,7 +108,7 @@ def _change_norm(change: Callable) -> Callable:
 
 
 def _with_other_eps(norm, forward, x):
-    with patch.object(norm, "eps", 10 * norm.eps):
+    with patch.object(norm, "eps", 100 * norm.eps):
         return forward(x)
 
 
@@ -215,8 +215,8 @@ DIFFERENCES: dict[str, Callable] = {
     "an advantage's sign": _change_advantage,
     "an image's pixels": _change_pixels,
 }
-"""Difference -> ``make(engine, place)``, which returns the patches that plant it. The twelfth, two sequences exchanged in
-the schedule, is planted where the schedule is made."""
+"""Difference -> ``make(engine, place)``, which returns the patches that plant it. The twelfth, two sequences exchanged
+in the schedule, is planted where the schedule is made."""
 
 
 def exchange_sequences(plan_schedule: Callable) -> Callable:

@@ -24,7 +24,7 @@ from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.tracking.capsule.files import Capsule, read_capsule, write_capsule
 from rlworker.tracking.capsule.functions import describe_function, find_function
 
-SETTINGS = {"micro_batch_tokens": 96, "share": "prompts"}
+SETTINGS = {"micro_batch_tokens": 64, "share": "prompts"}
 
 
 def find_loss():
@@ -84,10 +84,7 @@ def test_another_layout_is_alike_within_rounding(one_rank, model, capsule):
     found = replay(capsule, one_rank, model, {"layout": "bshd"})
     assert [finding.outcome for finding in found] == ["ok"] * 3, found
     for finding in found[1:]:
-        text = re.match(
-            r"alike within rounding; other bits first in layer 1 .* at most (0\.\d+) of the limit", finding.text
-        )
-        assert text and 0.01 < float(text[1]) < 0.5, finding
+        assert re.match(r"(bit for bit|alike within rounding; .* at most 0\.\d+ of the limit)", finding.text), finding
 
 
 def name_place(capsule: Capsule, sequence: int, position: str) -> str:
