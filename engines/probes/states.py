@@ -72,6 +72,7 @@ class StateRecorder:
         self.engine, self.record = engine, Record()
         self._directions = draw_directions(engine.model.hidden)
         self._seen: set[int] = set()  # stages of the micro-batch in hand: a layer that is recomputed comes again
+        self._layout: Any = None
         self._is_dummy = False
 
     @contextmanager

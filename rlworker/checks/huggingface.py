@@ -158,7 +158,7 @@ def _compute_in(
         model = load_huggingface(spec, dtype)
         if lora:
             _merge_adapters(model, spec, drawn, lora)
-        states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
+        states = keep_hidden_states(model.model.language_model if spec.vision else model.model)
         rows, outputs = max(1, _SCORES_AT_ONCE // spec.vocab), []
         for one, logits in iterate_logits(model, batch, make_image_arguments(spec)):
             parts = [
@@ -330,7 +330,7 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
     return arguments
 
 
-def _keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
+def keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
     """Hook a decoder to collect the output of each layer for every later sequence: layer number, from 1 -> outputs."""
     states: dict[int, list[Tensor]] = {}
 

@@ -143,7 +143,8 @@ def write_capsule(capsule: Capsule) -> int:
     for number, update in enumerate(capsule.updates, 1):
         batch = {f"batch/{name}": column.cpu().numpy() for name, column in update.batch.columns().items()}
         arrays = {"values": update.values, "bits": update.bits} | {f"out/{k}": v for k, v in update.columns.items()}
-        np.savez(folder / f"update_{number}.npz", **batch, **arrays)
+        named: Any = batch | arrays
+        np.savez(folder / f"update_{number}.npz", **named)
         told = {
             name: getattr(update, name) for name in ("denominator", "rows", "digest", "metrics", "rounding", "span")
         }
@@ -210,5 +211,5 @@ def _name_file(image: Image) -> str:
 
 
 def _read_image(folder: Path, told: dict[str, Any]) -> Image:
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-    return (Video if "frames" in told else Image)(**values | {"path": str(folder / told["path"])})
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+    return (Video if "frames" in told else Image)(**(values | {"path": str(folder / told["path"])}))

@@ -8,6 +8,7 @@ from tyro.conf import Positional
 
 from engines.config import MegatronConfig
 from engines.models.hub import find_model
+from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
 from rlworker.checks.trainer import Finding
@@ -42,6 +43,12 @@ class ReplayConfig:
         check_types("replay", self)
 
 
+def make_default_config(folder: str) -> ReplayConfig:
+    """Return the settings of a capsule."""
+    capsule = read_capsule(folder)
+    return ReplayConfig(folder, platform=capsule.platform, actor=capsule.config)  # pyright: ignore[reportArgumentType]  a name
+
+
 def run_replay(config: ReplayConfig, tell: Callable[[str], None]) -> list[Finding]:
     """Start the training engine, compute the step anew, end the engine and return the findings.
 
@@ -53,7 +60,8 @@ def run_replay(config: ReplayConfig, tell: Callable[[str], None]) -> list[Findin
     """
     capsule = read_capsule(config.capsule)
     find_function(capsule.loss)
-    model = check_trainable_model(config, capsule)
+    model = ModelSpec.from_folder(find_model(config.model or capsule.model))
+    check_trainable(model, config.actor, config.platform)
     checkpoint = find_checkpoint(config, capsule)
     roles = (Role("actor", model, config.actor, capsule.temperature),)
     tell("the engine starts")
@@ -66,15 +74,6 @@ def run_replay(config: ReplayConfig, tell: Callable[[str], None]) -> list[Findin
         if checkpoint:
             group.call(TrainWorker.load, str(checkpoint / "actor"))
         return replay(capsule, group, tell)
-
-
-def check_trainable_model(config: ReplayConfig, capsule: Capsule):
-    """Return the capsule's model, checked against the settings of the engine."""
-    from engines.models.spec import ModelSpec
-
-    model = ModelSpec.from_folder(find_model(config.model or capsule.model))
-    check_trainable(model, config.actor, config.platform)
-    return model
 
 
 def find_checkpoint(config: ReplayConfig, capsule: Capsule) -> Path | None:

@@ -11,6 +11,7 @@ from support.ranks.pool import Ranks, draw_address
 
 from engines.batch.batch import TrainBatch
 from engines.config import MegatronConfig
+from engines.images.columns import make_image_columns
 from engines.models.spec import ModelSpec
 from hardware.attention.cell import Patch
 from hardware.platforms import get_platform
@@ -60,6 +61,20 @@ def make_groups(vocab: int, groups: int = 2, samples: int = 3) -> TrainBatch:
             prompt + generator.integers(3, vocab, int(n)).tolist() for n in generator.integers(4, 20, samples)
         ]
     return add_columns(TrainBatch.from_ids(sequences, prompts))
+
+
+def make_image_groups(model: ModelSpec, paths: list[str], samples: int = 3) -> TrainBatch:
+    """Make groups of samples of prompts with one image and two."""
+    from support.ranks.vlm_cases import make_prompts
+
+    generator, sequences, shown = np.random.default_rng(0), [], []
+    prompts = make_prompts(model, paths, ((0,), (1, 3)))
+    for prompt in prompts:
+        for count in generator.integers(4, 12, samples):
+            sequences.append([*prompt.token_ids, *generator.integers(10, 85, count).tolist()])
+            shown.append(prompt.images)
+    lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(samples)]
+    return add_columns(TrainBatch.from_ids(sequences, lengths, **make_image_columns(sequences, shown, model.vision)))
 
 
 def add_columns(batch: TrainBatch) -> TrainBatch:
