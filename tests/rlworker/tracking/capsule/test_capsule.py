@@ -3,6 +3,7 @@
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.ranks.capsule_cases import (
     DIFFERENCES,
     TEMPERATURE,
     PoolGroup,
+    compute_reference,
     exchange_sequences,
     make_groups,
     make_image_groups,
@@ -23,8 +25,10 @@ from engines.models.spec import ModelSpec
 from engines.validation import parse_steps
 from rlworker.algorithms.objective import configure_loss
 from rlworker.config.algorithm import AlgorithmConfig
+from rlworker.config.run import RunConfig
 from rlworker.tracking.capsule.files import Capsule, read_capsule, write_capsule
 from rlworker.tracking.capsule.functions import describe_function, find_function
+from rlworker.tracking.run_folder import RunFolder
 
 SETTINGS = {"micro_batch_tokens": 64, "share": "prompts"}
 
@@ -182,6 +186,51 @@ def test_differences_of_a_real_model_are_named(one_rank, smollm2, tmp_path):
     found = replay(capsule, one_rank, model)
     assert [one.outcome for one in found] == ["ok", "ok"] and found[1].text.startswith("bit for bit in 36"), found
     check_differences(capsule, one_rank, model, SETTINGS, tuple(name for name in PLACES if "image" not in name))
+
+
+def test_a_run_keeps_the_steps_that_it_is_asked_for(one_rank, model, tmp_path):
+    """The checkpoint before the step is written, and kept for as long as the capsule is there."""
+    from rlworker.tracking.capsule.record import keeping_capsule
+    from rlworker.tracking.capsule.replay import find_checkpoint, make_default_config
+
+    run, batch, loss = RunFolder(str(tmp_path)), make_groups(99), find_loss()
+    group, written = PoolGroup(one_rank, model, SETTINGS), []
+
+    def save(metrics: dict) -> None:
+        written.append(run.finish_checkpoint(run.begin_checkpoint(kept.steps_done), {"step": kept.steps_done}))
+
+    kept = SimpleNamespace(config=RunConfig(steps=3, capsule_steps="2:2"), folder=run, save=save, steps_done=0)
+    kept.list_learners = lambda: [group]
+    for kept.steps_done in range(3):
+        with keeping_capsule(kept, {}):
+            group.train_step(batch, loss, float(batch.mask.sum()))
+    assert [path.name for path in (tmp_path / "capsules").iterdir()] == ["step_2"]
+    capsule = read_capsule(tmp_path / "capsules" / "step_2")
+    assert (capsule.step, capsule.config, capsule.checkpoint) == (2, group.role.config, "checkpoints/step_1")
+    with pytest.raises(ValueError, match=r"begins at the checkpoint '.*step_1', which is not there; name it by --chec"):
+        find_checkpoint(make_default_config(str(capsule.folder)), capsule)
+    (written[0] / "actor").mkdir()
+    assert find_checkpoint(make_default_config(str(capsule.folder)), capsule) == written[0]
+    for step in (2, 3):
+        run.finish_checkpoint(run.begin_checkpoint(step), {"step": step})
+    run.prune(1, None)
+    assert [path.name for path in run.list_checkpoints()] == ["step_1", "step_3"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layer_that_differs_from_huggingface_is_named(one_rank, model, dtype):
+    from rlworker.tracking.capsule.bisect import Judge, compute_trainer
+
+    batch = make_groups(99)
+    group = PoolGroup(one_rank, model, {"dtype": dtype})
+    judge = Judge(one_rank.run(compute_reference, model, batch, dtype)[0], batch, "executed")
+    found = judge.judge("trainer", compute_trainer(group, batch))
+    assert [finding.outcome for finding in found] == ["ok", "ok"], found
+    one_rank.run(plant_difference, "a mask cell", (1, 12))
+    found = judge.judge("trainer", compute_trainer(group, batch))
+    one_rank.run(mend_difference)
+    assert [finding.outcome for finding in found] == ["FAILED", "FAILED"], found
+    assert "layer 1 of 4 is the first" in found[0].text and "first at sequence 1, position 12" in found[0].text, found
 
 
 def test_a_loss_is_kept_by_its_names():
