@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,20 +26,34 @@ _ROUNDINGS = 2
 """Number of forward passes that are rounded otherwise."""
 
 
+@dataclass
+class Recording:
+    """The optimizer steps of an engine, complete once ``recording`` has ended.
+
+    Attributes:
+        weights: HF name -> digest of every weight before the first of them. updates: the steps. losses: loss of each.
+    """
+
+    weights: dict[str, int] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    losses: list[LossFn] = field(default_factory=list)
+
+
 @contextmanager
-def recording(group: WorkerGroup, dtype: str, span: int = 0) -> Iterator[tuple[list[Update], list[LossFn]]]:
-    """Record the optimizer steps that an engine takes in this context; the lists have them, and the loss of each, at
-    its end.
+def recording(group: WorkerGroup, dtype: str, span: int = 0) -> Iterator[Recording]:
+    """Record the optimizer steps that an engine takes in this context.
 
     Args:
         dtype: name of the type whose rounding is measured.
         span: number of successive tokens that have one sketch; 0 takes as many as ``choose_span`` does.
     """
-    updates: list[Update] = []
-    losses: list[LossFn] = []
+    made = Recording()
     told: list[tuple[Schedule, Outputs, list[Update]]] = []
 
     def note(batch: TrainBatch, loss: LossFn, denominator: float, schedule: Schedule) -> Callable:
+        if not made.updates:
+            parts = group.run(f"{_STATES}digest_weights")
+            made.weights = {name: digest for part in parts for name, digest in part.items()}
         rows = [[micro.tolist() for micro in replica] for replica in schedule.rows]
         blank = Update(batch, denominator, rows, schedule.digest, {}, {}, np.empty(0), np.empty(0))
         rounded = []  # by the weights before the step
@@ -50,24 +64,24 @@ def recording(group: WorkerGroup, dtype: str, span: int = 0) -> Iterator[tuple[l
             rounded.append(replace(blank, **join_records(group, schedule, records, restored)))
 
         def note_result(metrics: dict[str, float], outputs: Outputs) -> None:
-            losses.append(loss)
+            made.losses.append(loss)
             told.append((schedule, outputs, rounded))
-            updates.append(replace(blank, metrics={name: float(value) for name, value in metrics.items()}))
+            made.updates.append(replace(blank, metrics={name: float(value) for name, value in metrics.items()}))
 
         return note_result
 
     group.run(f"{_STATES}begin_records")
     group.observer = note
     try:
-        yield updates, losses
+        yield made
     finally:
         group.observer = None
     records = list(zip(*group.run(f"{_STATES}take_records"), strict=True))  # by optimizer step, then by rank
     for number, (of_ranks, (schedule, outputs, rounded)) in enumerate(zip(records, told, strict=True)):
-        whole = replace(updates[number], **join_records(group, schedule, of_ranks, outputs))
+        whole = replace(made.updates[number], **join_records(group, schedule, of_ranks, outputs))
         size = span or whole.choose_span(len(records))
         pooled = whole.pool(size)
-        updates[number] = replace(pooled, rounding=measure_rounding(pooled, [one.pool(size) for one in rounded]))
+        made.updates[number] = replace(pooled, rounding=measure_rounding(pooled, [one.pool(size) for one in rounded]))
 
 
 def join_records(group: WorkerGroup, schedule: Schedule, records: Any, outputs: Outputs) -> dict[str, Any]:
@@ -97,11 +111,6 @@ def join_records(group: WorkerGroup, schedule: Schedule, records: Any, outputs: 
         "values": np.stack([values[stage] for stage in stages]),
         "bits": np.stack([bits[stage] for stage in stages]),
     }
-
-
-def digest_weights(group: WorkerGroup) -> dict[str, int]:
-    """Digest every weight of an engine: HF name -> digest."""
-    return {name: one for part in group.run(f"{_STATES}digest_weights") for name, one in part.items()}
 
 
 class KeptRun(Protocol):
@@ -136,10 +145,14 @@ def keeping_capsule(run: KeptRun, metrics: Mapping[str, float]) -> Iterator[None
     if before:
         run.save(metrics)
     group, folder = run.list_learners()[0], run.folder.path / CAPSULES / f"step_{before + 1}"
-    weights = digest_weights(group)
-    with recording(group, group.role.config.dtype) as (updates, losses):
+    with recording(group, group.role.config.dtype) as made:
         yield
-    if not updates:  # nothing was learned
+    if not made.updates:  # nothing was learned
+        return
+    try:
+        loss = describe_function(made.losses[0])
+    except ValueError as error:
+        LOGGER.warning(f"{error}; step {before + 1} is not kept")
         return
     capsule = Capsule(
         folder=folder.absolute(),
@@ -150,10 +163,10 @@ def keeping_capsule(run: KeptRun, metrics: Mapping[str, float]) -> Iterator[None
         seed=config.seed,
         model=group.role.model.folder,
         checkpoint=f"checkpoints/step_{before}" if before else "",
-        weights=weights,
-        loss=describe_function(losses[0]),
+        weights=made.weights,
+        loss=loss,
         provenance=asdict(collect_provenance(config.platform)),
-        updates=updates,
+        updates=made.updates,
     )
     size = write_capsule(capsule)
     LOGGER.info(f"capsule: step {before + 1} is kept in {folder}, {size / 2**20:.1f} MB")

@@ -20,7 +20,7 @@ from rlworker.config.model_checks import check_trainable
 from rlworker.tracking.capsule.compare import compare_schedules, compare_updates, find_first
 from rlworker.tracking.capsule.files import Capsule, Update, read_capsule
 from rlworker.tracking.capsule.functions import find_function
-from rlworker.tracking.capsule.record import digest_weights, recording
+from rlworker.tracking.capsule.record import recording
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,26 @@ def replay(capsule: Capsule, group: WorkerGroup, tell: Callable[[str], None] = l
     def find(check: str, where: str, passed: bool, text: str) -> Finding:
         return Finding(check, where, "ok" if passed else "FAILED", text, get_platform(platform.name).evidence)
 
-    tell("digests of the weights")
-    weights = digest_weights(group)
-    unlike = [name for name, digest in capsule.weights.items() if weights.get(name) != digest]
-    text = f"{len(unlike)} of {len(capsule.weights)} tensors are not the run's, the first {unlike[:1]}"
-    findings = [find("weights", "before the step", not unlike, text if unlike else f"{len(weights)} tensors are alike")]
-    if capsule.config.dtype != group.role.config.dtype:
-        findings = []  # digests are of the weights in their type
+    findings: list[Finding] = []
     is_alike = capsule.config == group.role.config and capsule.platform == platform.name
     for number, kept in enumerate(capsule.updates, 1):
         tell(f"optimizer step {number} of {len(capsule.updates)}")
-        with recording(group, capsule.config.dtype, kept.span) as (updates, _):
+        with recording(group, capsule.config.dtype, kept.span) as made:
             group.train_step(kept.batch, loss, kept.denominator)
-        now = updates[0]
+        now = made.updates[0]
+        if number == 1 and capsule.config.dtype == group.role.config.dtype:  # digests are of weights in their type
+            findings.append(find("weights", "before the step", *_compare_weights(capsule.weights, made.weights)))
         if is_alike and (text := compare_schedules(kept, now)):
             findings.append(find("schedule", f"optimizer step {number}", False, text))
         findings.append(find("step", f"optimizer step {number}", *_compare(kept, now)))
     return findings
+
+
+def _compare_weights(before: dict[str, int], now: dict[str, int]) -> tuple[bool, str]:
+    """Compare digests of weights: whether all are equal, and a text."""
+    unlike = [name for name, digest in before.items() if now.get(name) != digest]
+    text = f"{len(unlike)} of {len(before)} tensors are not the run's, the first {unlike[0]}" if unlike else ""
+    return not unlike, text or f"{len(before)} tensors are alike"
 
 
 def _compare(kept: Update, now: Update) -> tuple[bool, str]:

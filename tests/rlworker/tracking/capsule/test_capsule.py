@@ -39,15 +39,15 @@ def find_loss():
 
 def keep_step(group: PoolGroup, batch: TrainBatch, folder: Path, steps: int = 1) -> Capsule:
     """Take optimizer steps on a batch, keep them as a capsule, and read it."""
-    from rlworker.tracking.capsule.record import digest_weights, recording
+    from rlworker.tracking.capsule.record import recording
 
-    loss, weights = find_loss(), digest_weights(group)
-    with recording(group, group.role.config.dtype) as (updates, losses):
+    loss = find_loss()
+    with recording(group, group.role.config.dtype) as made:
         for _ in range(steps):
             group.train_step(batch, loss, float(batch.mask.sum()))
     role = group.role
-    model = role.config, TEMPERATURE, 0, role.model.folder, "", weights, describe_function(losses[0])
-    write_capsule(Capsule(folder, 1, "cpu", *model, {}, updates))
+    model = role.config, TEMPERATURE, 0, role.model.folder, "", made.weights, describe_function(made.losses[0])
+    write_capsule(Capsule(folder, 1, "cpu", *model, {}, made.updates))
     return read_capsule(folder)
 
 
