@@ -133,6 +133,12 @@ def compare_updates(before: Update, now: Update) -> list[Stage]:
     return stages
 
 
+def compute_norm_limit(before: Update, now: Update) -> float:
+    """Return the largest relative difference of gradient norms that rounding makes: a gradient is taken to be rounded
+    as the states are that it is computed from."""
+    return _FACTOR * max(min(before.rounding[name], now.rounding[name]) for name in before.stages)
+
+
 def _order_column(name: str) -> tuple[bool, str]:
     """Order columns as they are computed: a wrong distribution shows in entropies, a wrong target in logprobs alone."""
     return name.startswith(SLOPE), name

@@ -17,7 +17,7 @@ from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import naming_failures
 from rlworker.cluster.workers import Role, TrainWorker
 from rlworker.config.model_checks import check_trainable
-from rlworker.tracking.capsule.compare import compare_schedules, compare_updates, find_first
+from rlworker.tracking.capsule.compare import compare_schedules, compare_updates, compute_norm_limit, find_first
 from rlworker.tracking.capsule.files import Capsule, Update, read_capsule
 from rlworker.tracking.capsule.functions import find_function
 from rlworker.tracking.capsule.record import recording
@@ -133,13 +133,18 @@ def _compare(kept: Update, now: Update) -> tuple[bool, str]:
     if other and (first := find_first(stages, kept.rows)):
         text = f"differs first in {first.describe(kept)}"
         return False, text if first == other else f"{text}; other bits first in {other.name_place()}"
-    norms = kept.metrics["grad_norm"], now.metrics["grad_norm"]
-    told = f"loss {now.metrics['loss']:.6g}, gradient norm {norms[1]:.6g}"
+    norm, before = now.metrics["grad_norm"], kept.metrics["grad_norm"]
+    apart, limit = abs(norm - before) / before if before else abs(norm), compute_norm_limit(kept, now)
+    told = f"gradient norm {norm:.6g}, apart by {apart:.1e}, limit {limit:.1e}"
+    if not apart <= limit:
+        return False, f"all {len(stages)} stages are alike; {told}; look at the backward pass"
     if not other:
-        same = kept.metrics == now.metrics
-        return same, f"bit for bit in {len(stages)} stages; {told if same else f'the gradient norm was {norms[0]:.9g}'}"
+        return (
+            True,
+            f"bit for bit in {len(stages)} stages; {told if apart else f'loss and gradient norm {norm:.6g} too'}",
+        )
     worst = max(stages, key=lambda stage: stage.share)
     return True, (
         f"alike within rounding; other bits first in {other.name_place()}; at most "
-        f"{worst.share:.2f} of the limit, in {worst.name}; {told}, was {norms[0]:.6g}"
+        f"{worst.share:.2f} of the limit, in {worst.name}; {told}"
     )
