@@ -57,7 +57,7 @@ class BisectConfig:
 
 @dataclass(frozen=True)
 class States:
-    """What an engine computes of a batch.
+    """Hidden states and logprobs that an engine computes of a batch.
 
     Attributes:
         hidden: layer number -> ``[N, hidden]``, output of the layer. logprobs: ``[N]``, at temperature 1 and with no

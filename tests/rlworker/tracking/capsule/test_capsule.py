@@ -134,7 +134,11 @@ def check_differences(capsule: Capsule, pool, model: ModelSpec, settings: dict, 
         assert found["before the step"].outcome == ("FAILED" if name == "a layer's weight" else "ok"), name
 
 
-@pytest.mark.parametrize("name", [name for name in PLACES if name != "an image's pixels"])
+QUICK = ("a layer's weight", "the rope base", "a mask cell", "a token id", "the temperature", "an advantage's sign")
+"""Differences that every run of the suite plants; the large tests plant all."""
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_a_difference_is_named_at_its_place(one_rank, model, capsule, name):
     check_differences(capsule, one_rank, model, SETTINGS, (name,))
 
@@ -219,13 +223,12 @@ def test_a_run_keeps_the_steps_that_it_is_asked_for(one_rank, model, tmp_path):
     assert [path.name for path in run.list_checkpoints()] == ["step_1", "step_3"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_layer_that_differs_from_huggingface_is_named(one_rank, model, dtype):
+def test_the_layer_that_differs_from_huggingface_is_named(one_rank, model):
     from rlworker.tracking.capsule.bisect import Judge, compute_trainer
 
     batch = make_groups(99)
-    group = PoolGroup(one_rank, model, {"dtype": dtype})
-    judge = Judge(one_rank.run(compute_reference, model, batch, dtype)[0], batch, "executed")
+    group = PoolGroup(one_rank, model, SETTINGS)
+    judge = Judge(one_rank.run(compute_reference, model, batch, "float32")[0], batch, "executed")
     found = judge.judge("trainer", compute_trainer(group, batch))
     assert [finding.outcome for finding in found] == ["ok", "ok"], found
     one_rank.run(plant_difference, "a mask cell", (1, 12))
