@@ -50,13 +50,6 @@ def call_worker(rank: int, world: int, method: str, args: tuple, keywords: dict)
     return getattr(_HELD["worker"], method)("actor", *args, **keywords)
 
 
-def compute_reference(rank: int, world: int, *args):
-    """Compute HuggingFace's numbers where its packages are loaded."""
-    from rlworker.tracking.capsule import bisect
-
-    return bisect.compute_reference(*args)
-
-
 def make_groups(vocab: int, groups: int = 2, samples: int = 3) -> TrainBatch:
     """Make groups of samples of one prompt, with logprobs of the rollout and an advantage of each sample."""
     generator = np.random.default_rng(0)

@@ -12,7 +12,6 @@ from support.ranks.capsule_cases import (
     DIFFERENCES,
     TEMPERATURE,
     PoolGroup,
-    compute_reference,
     exchange_sequences,
     make_groups,
     make_image_groups,
@@ -223,12 +222,14 @@ def test_a_run_keeps_the_steps_that_it_is_asked_for(one_rank, model, tmp_path):
     assert [path.name for path in run.list_checkpoints()] == ["step_1", "step_3"]
 
 
+@pytest.mark.large
 def test_the_layer_that_differs_from_huggingface_is_named(one_rank, model):
-    from rlworker.tracking.capsule.bisect import Judge, compute_trainer
+    """HuggingFace computes here: where Megatron is loaded, torch is patched."""
+    from rlworker.tracking.capsule.bisect import Judge, compute_reference, compute_trainer
 
     batch = make_groups(99)
     group = PoolGroup(one_rank, model, SETTINGS)
-    judge = Judge(one_rank.run(compute_reference, model, batch, "float32")[0], batch, "executed")
+    judge = Judge(compute_reference(model, batch, "float32"), batch, "executed")
     found = judge.judge("trainer", compute_trainer(group, batch))
     assert [finding.outcome for finding in found] == ["ok", "ok"], found
     one_rank.run(plant_difference, "a mask cell", (1, 12))
