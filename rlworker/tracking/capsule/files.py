@@ -211,5 +211,6 @@ def _name_file(image: Image) -> str:
 
 
 def _read_image(folder: Path, told: dict[str, Any]) -> Image:
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-    return (Video if "frames" in told else Image)(**(values | {"path": str(folder / told["path"])}))
+    kind: Any = Video if "frames" in told else Image
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+    return kind(**(values | {"path": str(folder / told["path"])}))
