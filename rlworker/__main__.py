@@ -135,21 +135,6 @@ def replay(arguments: Positional[tuple[str, ...]] = ()) -> None:
     _print_findings(command.run_replay(config, _make_teller()), config.json)
 
 
-def bisect(arguments: Positional[tuple[str, ...]] = ()) -> None:
-    """Compute a kept step's sequences by trainer, vLLM and HuggingFace, and name the engine and layer that differ.
-
-    Exit status 1 where one does.
-
-    Args:
-        arguments: CAPSULE [settings], as for rlworker replay.
-    """
-    from rlworker.tracking.capsule import bisect as command
-
-    default = command.make_default_config(arguments[0]) if arguments else command.BisectConfig()
-    config = parse_config(default, (bisect.__doc__ or "").partition("\n")[0], arguments, "rlworker bisect")
-    _print_findings(command.run_bisect(config, _make_teller()), config.json)
-
-
 def _make_teller() -> Callable[[str], None]:
     """Return a function that prints a line with the seconds since now."""
     start = time.monotonic()
@@ -166,11 +151,11 @@ def _print_findings(findings: "Sequence[Finding]", as_json: bool) -> None:
 
 def main() -> None:
     """Run the command line."""
-    commands = {"check": check, "compare": compare, "evaluate": evaluate, "plan": plan, "report": report}
-    commands |= {"bisect": bisect, "replay": replay}
+    commands = {"check": check, "compare": compare, "evaluate": evaluate, "plan": plan, "replay": replay}
+    commands["report"] = report
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:
-        if command in ("bisect", "evaluate", "plan", "replay") and not {"-h", "--help"} & set(arguments[:1]):
+        if command in ("evaluate", "plan", "replay") and not {"-h", "--help"} & set(arguments[:1]):
             commands[command](tuple(arguments))  # its settings are those of what it names first
             return
         if command == "check":

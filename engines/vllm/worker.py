@@ -16,7 +16,6 @@ from vllm.platforms import current_platform
 
 from engines.vllm.processes import end_with_parent, unlink_shared_memory
 from engines.vllm.read_back import ReadBack, Reading
-from engines.vllm.states import StateHooks
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import SharedBucket
 
@@ -29,7 +28,6 @@ class WeightSyncExtension:
     vllm_config: VllmConfig
     device: torch.device
     read_back: ReadBack | None = None
-    state_hooks: StateHooks
 
     def tie_to_engine(self) -> None:
         """Make this worker's process end with the engine's, without leaving anything behind."""
@@ -70,14 +68,6 @@ class WeightSyncExtension:
         with torch.no_grad(), self._loading():
             self.read_back = self.read_back or ReadBack(model, shapes, tied, plan.dtype)
             return self.read_back.digest(plan)
-
-    def begin_states(self, layers: int) -> None:
-        """Keep the hidden states of every layer from now on, until ``take_states``."""
-        self.state_hooks = StateHooks(self.model_runner.get_model(), layers)
-
-    def take_states(self) -> dict[int, Tensor]:
-        """Return the hidden states since ``begin_states``: layer number -> ``[tokens, hidden]`` float32."""
-        return self.state_hooks.take()
 
     def list_parts(self) -> list[str]:
         """Return the names of the classes that build attention metadata, of layers with a state, and of the sampler."""

@@ -24,6 +24,7 @@ from engines.images.video import Video
 from engines.interfaces import LossFn
 from engines.models.adapters import ExpertAdapter, name_in_peft
 from engines.models.spec import ModelSpec
+from rlworker.checks.tiny_states import hiding_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,7 +159,7 @@ def _compute_in(
         model = load_huggingface(spec, dtype)
         if lora:
             _merge_adapters(model, spec, drawn, lora)
-        states = keep_hidden_states(model.model.language_model if spec.vision else model.model)
+        states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
         rows, outputs = max(1, _SCORES_AT_ONCE // spec.vocab), []
         for one, logits in iterate_logits(model, batch, make_image_arguments(spec)):
             parts = [
@@ -244,6 +245,7 @@ def computing_in_double() -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
+@hiding_kernels()
 def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """Load transformers' model from a folder, with eager attention, which forms every weight ``[b, h, s, s]``, and
     experts one after another."""
@@ -330,7 +332,7 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
     return arguments
 
 
-def keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
+def _keep_hidden_states(language: Any) -> dict[int, list[Tensor]]:
     """Hook a decoder to collect the output of each layer for every later sequence: layer number, from 1 -> outputs."""
     states: dict[int, list[Tensor]] = {}
 

@@ -5,7 +5,7 @@ Nothing here needs Ray or a rollout engine: ``rlworker check`` runs these checks
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs
@@ -264,28 +263,14 @@ def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Referen
         for part in trainer.call_ranks("hidden_states", kind, trainer.case.batch)
         for n, hidden in part.items()
     }
-    if (found := find_first_layer(states, reference, trainer.limits["layers"])) is None:
-        return f"all {len(states)} layers agree: what differs is the output layer or its targets"
-    return f"layer {found[0]} of {len(states)} is the first to differ, by {found[1]:.1e} of a token's hidden state"
-
-
-def find_first_layer(
-    states: Mapping[int, Tensor], reference: Reference, least: float
-) -> tuple[int, float, float] | None:
-    """Find the first layer whose difference from HuggingFace grows beyond rounding: its number, its largest difference
-    of a token, and the limit; None if there is none.
-
-    Args:
-        states: layer number -> ``[N, hidden]``. least: relative difference that one layer's rounding adds.
-    """
-    before = least
+    before = trainer.limits["layers"]
     for number in sorted(reference.hidden):
         apart = reference.compare_hidden(number, states[number])
         own = reference.rounding.hidden[number] if reference.rounding else 0.0
-        if not apart <= (limit := _JUMP * max(before, own)):
-            return number, apart, limit
+        if not apart <= _JUMP * max(before, own):
+            return f"layer {number} of {len(states)} is the first to differ, by {apart:.1e} of a token's hidden state"
         before = max(before, apart)
-    return None
+    return f"all {len(states)} layers agree: what differs is the output layer or its targets"
 
 
 def check_gradients(trainer: CheckedTrainer) -> list[Finding]:

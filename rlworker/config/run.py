@@ -69,7 +69,7 @@ class TrainingConfig:
     profile_steps: str = ""
     """Steps A:B to profile, from A to B; traces of every engine and phase go to run_dir/profile. Empty takes none."""
     capsule_steps: str = ""
-    """Steps A:B to keep in run_dir/capsules, each with the checkpoint before it, for rlworker replay and bisect."""
+    """Steps A:B to keep in run_dir/capsules, each with the checkpoint before it, for rlworker replay."""
     trackers: tuple[TrackerName, ...] = ()
     """Experiment trackers that get the metrics beside metrics.jsonl. They write into run_dir and stay offline, unless
     variables of the tracker, such as WANDB_MODE, say otherwise."""

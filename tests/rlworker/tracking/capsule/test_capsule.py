@@ -222,23 +222,6 @@ def test_a_run_keeps_the_steps_that_it_is_asked_for(one_rank, model, tmp_path):
     assert [path.name for path in run.list_checkpoints()] == ["step_1", "step_3"]
 
 
-@pytest.mark.large
-def test_the_layer_that_differs_from_huggingface_is_named(one_rank, model):
-    """HuggingFace computes here: where Megatron is loaded, torch is patched."""
-    from rlworker.tracking.capsule.bisect import Judge, compute_reference, compute_trainer
-
-    batch = make_groups(99)
-    group = PoolGroup(one_rank, model, SETTINGS)
-    judge = Judge(compute_reference(model, batch, "float32"), batch, "executed")
-    found = judge.judge("trainer", compute_trainer(group, batch))
-    assert [finding.outcome for finding in found] == ["ok", "ok"], found
-    one_rank.run(plant_difference, "a mask cell", (1, 12))
-    found = judge.judge("trainer", compute_trainer(group, batch))
-    one_rank.run(mend_difference)
-    assert [finding.outcome for finding in found] == ["FAILED", "FAILED"], found
-    assert "layer 1 of 4 is the first" in found[0].text and "first at sequence 1, position 12" in found[0].text, found
-
-
 def test_a_loss_is_kept_by_its_names():
     described = describe_function(find_loss())
     assert described["bound"]["entropy_coef"] == 0.01
