@@ -46,8 +46,11 @@ class Record:
 
     def join(self) -> "Record":
         """Join the parts of micro-batches, on the host."""
-        parts = (self.values, self.bits, self.slopes)
-        return Record(*({name: torch.cat(each).cpu() for name, each in part.items()} for part in parts), self.outputs)
+
+        def cat(part: dict[Any, list[Tensor]]) -> dict[Any, Tensor]:
+            return {name: torch.cat(each).cpu() for name, each in part.items()}
+
+        return Record(cat(self.values), cat(self.bits), cat(self.slopes), self.outputs)
 
 
 def draw_directions(hidden: int) -> Tensor:
@@ -85,7 +88,7 @@ class StateRecorder:
             self._layout, self._is_dummy, self._seen = layout, is_dummy, set()
             return forward(module, micro, layout, is_dummy)
 
-        def keep_embeddings(_, args: tuple, kwargs: dict) -> None:
+        def keep_embeddings(_: Any, args: Any, kwargs: Any) -> None:
             self._keep(0, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
         hooks = [layer.register_forward_hook(self._keep_layer) for layer in block.layers]
