@@ -23,7 +23,7 @@ from rlworker.environments.reward import make_environment
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 CONFIG = VllmConfig(max_new_tokens=256, max_model_len=512, max_num_seqs=160, kv_cache_mb=256, staleness=8)
-UPDATES, ROWS, SAMPLES, TOKENS = 22, 16, 8, 250
+UPDATES, ROWS, SAMPLES, TOKENS = 10, 16, 8, 120
 LIMITS = replace(SHORT, sample_tokens=256, tokens=512)
 
 
