@@ -131,13 +131,13 @@ def test_an_engine_that_is_killed_loses_no_draw(running, folder):
     lost: dict = {}
     rollouts.replace_lost(lost.update, lambda workers: None)
     rows = make_rows(24)
-    draw = loop.begin(rows, Sampling(4, 1.0, 200, (1,), ()))
+    draw = loop.begin(rows, Sampling(4, 1.0, 120, (1,), ()))
     killing = threading.Timer(0.5, ray.kill, rollouts.workers[1:])
     killing.start()
     groups = loop.wait(draw)
     killing.join()
     assert [group[0].row for group in groups] == rows and lost.keys() == {"rollout engine 1"}
-    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {200}
+    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {120}
     prompts = [Prompt(group[0].row.prompt_ids) for group in groups for _ in range(4)]
     completions = [completion for group in groups for one in group for completion in one.completions]
     assert measure_versions({0: load_folder(folder)}, prompts, completions)[0].mean() <= 2e-6

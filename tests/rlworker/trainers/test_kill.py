@@ -1,14 +1,11 @@
-"""Two kills of a run; ``tests/kill_chain.py`` runs longer chains."""
+"""One kill of a run; ``tests/kill_chain.py`` runs longer chains."""
 
 import pytest
 from kill_chain import Kill, run_chain
 
 from recipes.common.addition import make_data, make_model
 
-KILLS = [
-    Kill("actor rank 1", step=2, phase="sync", delay_ms=10),
-    Kill("driver", step=3, phase="evaluate", delay_ms=30),
-]
+KILLS = [Kill("driver", step=3, phase="evaluate", delay_ms=30)]
 
 
 @pytest.mark.large

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from kill_chain import compare_ends, make_config, read_metrics_without_times
-from support.cover import in_runs
 
 from engines.batch.samples import Request
 from engines.vllm.sleep import Sleep
@@ -235,7 +234,8 @@ def test_turns_change_no_number(runs):
     assert "sampling was called, and a sleep of level 2 dropped the weights" in said["dropped"]
 
 
-@pytest.mark.parametrize("lost", in_runs(large=["actor rank 1"], product=["rollout engine 1"]))
+@pytest.mark.product
+@pytest.mark.parametrize("lost", ["rollout engine 1", "actor rank 1"])
 def test_a_run_that_takes_turns_resumes_and_replaces_what_it_lost(runs, lost):
     """Resumed from a run of the other kind after step 1, the reference and half of the optimizers on the host; the
     lost process is killed before the update of step 3."""
