@@ -87,7 +87,11 @@ def can_learn(case: dict) -> bool:
         **{part: (f"{part} learns", f"{part} frozen") for part in PARTS},
     },
     allowed=can_learn,
-    heavy=lambda case: case["size"] in ("DP2", *FOUR_RANKS) and case["family"] not in TILED,
+    heavy=lambda case: (
+        (case["size"] in ("DP2", "PP2") and case["family"] not in TILED)
+        or (case["size"] == "CP2" and case["family"] not in (*TILED, "gemma3"))
+        or (case["size"] in FOUR_RANKS and case["family"] != TILED[0])
+    ),
 )
 def test_parity(compare, size, family, layout, recompute, micro, vision, projector, language):
     frozen = tuple(state.split()[0] for state in (vision, projector, language) if "frozen" in state)
