@@ -132,13 +132,12 @@ def test_faults_of_adapters_are_found(cluster):
     assert "sent without their adapters" in found["frozen weights"]["text"]
 
 
-FEW_FAULTS = ("whole-buffer causal", "padding seen", "a column shifted", "two names swapped on the way")
-FEW_FAULTS += ("stale weights", "a router's gradient lost", "routers left out of a sync")
+FEW_FAULTS = ("whole-buffer causal", "padding seen", "the label of a neighbour", "a column shifted", "stale weights")
 
 
 @pytest.mark.large
 def test_planted_faults_are_found(cluster, monkeypatch, tmp_path):
-    """One of each check, of a dense model and a mixture; all of them are run by hand, and by ``--self-test``."""
+    """Of each check on one rank of a dense model; all faults are planted by hand."""
     from rlworker.checks import self_test
 
     monkeypatch.setattr(self_test, "running_ray", lambda *_: nullcontext())
@@ -149,7 +148,7 @@ def test_planted_faults_are_found(cluster, monkeypatch, tmp_path):
     assert all(finding.text.startswith(FAULTS[name].found_by) for name, finding in faults.items()), found
     assert "see a neighbour in the pack" in faults["whole-buffer causal"].text
     assert "see padding" in faults["padding seen"].text
-    assert re.search(r"\d+ of \d+ tensors are not those that were sent", faults["routers left out of a sync"].text)
+    assert re.search(r"\d+ of \d+ tensors are not those that were sent", faults["stale weights"].text)
 
 
 @pytest.mark.product
