@@ -5,6 +5,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
+from support.cover import in_runs
 from support.models import write_config
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
@@ -81,15 +82,15 @@ def test_a_platform_with_operators_of_its_own_is_refused():
             make_shaped(get_platform(name))
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"ranks": 4, "tp": 2, "pp": 2},
-        {"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"},
-        {"ranks": 8, "tp": 4, "optimizer": OptimizerConfig(offload_fraction=0.25)},
-    ],
-    ids=["TP2-PP2", "CP2-PP2-recompute", "TP4-offload"],
+    in_runs(
+        large=[{"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"}],
+        product=[
+            {"ranks": 4, "tp": 2, "pp": 2},
+            {"ranks": 8, "tp": 4, "optimizer": OptimizerConfig(offload_fraction=0.25)},
+        ],
+    ),
 )
 def test_stages_and_parts_of_a_model(tmp_path, sizes):
     config = make_config(write_config(tmp_path, TINY), **sizes)
@@ -97,8 +98,7 @@ def test_stages_and_parts_of_a_model(tmp_path, sizes):
         check_static(config, case, count)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("sizes", [{"ranks": 2, "ep": 2}, {"ranks": 4, "ep": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", in_runs(large=[{"ranks": 2, "ep": 2}], product=[{"ranks": 4, "ep": 2, "pp": 2}]))
 def test_experts_with_balanced_and_with_worst_routes(tmp_path, sizes):
     config = make_config(write_config(tmp_path, EXPERTS), **sizes)
     found = run(config, [1])
@@ -136,8 +136,7 @@ def count_in_numbers(case: RankCase) -> tuple[dict[str, int], int]:
     return list_held(engine), saved.most
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("recompute", ["none", "core", "full"])
+@pytest.mark.parametrize("recompute", in_runs(large=["core"], product=["none", "full"]))
 def test_the_same_code_in_shapes_and_in_numbers(make_hf_model, recompute):
     config = MegatronConfig(recompute=recompute)
     case = RankCase(ModelSpec.from_folder(make_hf_model("qwen2", True)), config, "cuda-emulated", 0, 65, 4, 2)
