@@ -29,7 +29,7 @@ STATE_MODELS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def without_kernels() -> Iterator[None]:
+def hiding_kernels() -> Iterator[None]:
     """Hide FLA and causal-conv1d from transformers in this context, in which it imports a model.
 
     It would compute layers with a state by their kernels, which take neither a CPU's tensors nor float64.
@@ -54,7 +54,7 @@ def build_model(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
     """
     import torch
 
-    with without_kernels():
+    with hiding_kernels():
         model = auto.from_config(config)
     nets: list[Any] = [part for part in model.modules() if hasattr(part, "A_log")]
     with torch.no_grad():

@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import transformers
 from PIL import Image
 from safetensors.torch import load_file
 from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
@@ -216,6 +215,8 @@ def test_limits_are_a_models_own_rounding(make_hf_model, tmp_path, monkeypatch):
 
 def test_transformers_computes_states_in_torch_where_fla_is_installed(monkeypatch):
     """The kernels take no float64 and nothing of a CPU, where references are computed."""
+    import transformers
+
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.delitem(sys.modules, "causal_conv1d", raising=False)
     there, found = [], torch.nn.Module()
