@@ -1,0 +1,119 @@
+"""Changes of settings that would make a step shorter, each tried by the forecast, and the forecast as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from hardware.platforms import get_platform
+from rlworker.checks.plan.forecast import Forecast, Models, forecast_step
+from rlworker.checks.plan.machines import MACHINES, Machine
+from rlworker.config.memory import GB, list_needs
+from rlworker.config.run import RunConfig
+
+_LEAST = 0.01
+"""Least part of a step that a change must save to be named."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings that takes no further device.
+
+    Attributes:
+        options: as on the command line. forecast: of the changed run.
+    """
+
+    options: str
+    config: RunConfig
+    forecast: Forecast
+
+
+def list_changes(config: RunConfig, models: Models, machine: Machine) -> list[Change]:
+    """List the changes that make a step shorter and fit into the machine's memory, the largest gain first."""
+    before = forecast_step(config, models, machine)
+    found = []
+    for options, make in _list_candidates(config, models):
+        try:
+            changed = make()
+            for model in models.values():
+                changed.actor.check_model(model)
+            changed.rollout.check_cut(models["actor"])
+        except ValueError:
+            continue
+        needs = list_needs(changed, dict(models))
+        if all(need.total <= machine.memory_gb * GB for need in needs):
+            found.append(Change(options, changed, forecast_step(changed, models, machine)))
+    helpful = [change for change in found if change.forecast.step < (1 - _LEAST) * before.step]
+    return sorted(helpful, key=lambda change: change.forecast.step)
+
+
+def _list_candidates(config: RunConfig, models: Models) -> Iterator[tuple[str, Callable[[], RunConfig]]]:
+    actor, rollout = config.actor, config.rollout
+
+    def of_actor(**changes):
+        return lambda: replace(config, actor=replace(actor, **changes))
+
+    def of_rollout(**changes):
+        return lambda: replace(config, rollout=replace(rollout, **changes))
+
+    if not config.placement.colocate:
+        yield f"--rollout.staleness {rollout.staleness + 1}", of_rollout(staleness=rollout.staleness + 1)
+        for moved in (1, 2, 4, 8, 16):
+            unit = actor.tp * actor.pp * actor.cp * moved
+            engines = rollout.engines + unit // rollout.tp, rollout.engines - unit // rollout.tp
+            for ranks, count in zip((actor.ranks - unit, actor.ranks + unit), engines, strict=True):
+                if ranks > 0 and count > 0 and not unit % rollout.tp:
+                    changed = replace(actor, ranks=ranks), replace(rollout, engines=count)
+                    yield (
+                        f"--actor.ranks {ranks} --rollout.engines {count}",
+                        lambda both=changed: replace(config, actor=both[0], rollout=both[1]),
+                    )
+    if actor.layout == "thd" and actor.share != "prompts":
+        yield "--actor.share prompts", of_actor(share="prompts")
+    for kind in ("none", "core"):
+        if actor.recompute not in ("none", kind):
+            yield f"--actor.recompute {kind}", of_actor(recompute=kind)
+    for times in (2, 4, 16, 64):
+        tokens = actor.micro_batch_tokens * times
+        yield f"--actor.micro-batch-tokens {tokens}", of_actor(micro_batch_tokens=tokens)
+    for name in ("tp", "pp", "cp"):
+        if (size := getattr(actor, name)) % 2 == 0:
+            yield f"--actor.{name} {size // 2}", of_actor(**{name: size // 2})
+    if rollout.tp % 2 == 0:
+        changes = {"tp": rollout.tp // 2, "engines": rollout.engines * 2}
+        yield f"--rollout.tp {changes['tp']} --rollout.engines {changes['engines']}", of_rollout(**changes)
+    yield f"--rollout.max-num-seqs {rollout.max_num_seqs * 2}", of_rollout(max_num_seqs=rollout.max_num_seqs * 2)
+    cache = rollout.kv_cache_mb or get_platform(config.platform).rollout_kv_cache_mb
+    yield f"--rollout.kv-cache-mb {cache * 2}", of_rollout(kv_cache_mb=cache * 2)
+
+
+def describe_forecast(config: RunConfig, models: Models, name: str) -> str:
+    """Write a forecast of a step, and the three changes that help most.
+
+    Args:
+        name: of ``MACHINES``.
+
+    Raises:
+        ValueError: no such machine, or the run is of a kind that is not forecast.
+    """
+    if name not in MACHINES:
+        raise ValueError(f"plan: --forecast names {name!r}, expected one of {', '.join(MACHINES)}")
+    if not isinstance(config, RunConfig) or models["actor"].vision:
+        raise ValueError("plan: --forecast knows steps of RL with text models alone; leave it out")
+    machine = MACHINES[name]
+    found = forecast_step(config, models, machine)
+    phases = ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in found.phases.items())
+    lines = [
+        f"A step on {name}: {found.step:.3g} s, where all samples are longest; in turn, s: {phases}",
+        f"{found.tokens:,.0f} tokens sampled a second; the update at {found.mfu:.1%} of the trainers' peak",
+    ]
+    ahead = found.phases["prefill"] + found.phases["decode"]
+    rest = sum(found.phases.values()) - ahead
+    slower, times = ("engines", ahead / rest) if ahead > rest else ("trainers", rest / ahead)
+    lines.append(f"From --rollout.staleness {found.level} on {slower} never wait; they take {times:.1f} times as long")
+    for change in list_changes(config, models, machine)[:3]:
+        saved = found.step - change.forecast.step
+        lines.append(f"  {change.options}: {change.forecast.step:.3g} s a step, {saved / found.step:.0%} less")
+    return "\n".join(
+        [*lines, "Forecast by a roofline, from figures of data sheets and shares of them that were measured."]
+    )
