@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from hardware.machines import MACHINES, Machine
 from hardware.platforms import get_platform
 from rlworker.checks.plan.forecast import Forecast, Models, forecast_step
-from rlworker.checks.plan.machines import MACHINES, Machine
 from rlworker.config.memory import GB, list_needs
-from rlworker.config.run import RunConfig
+from rlworker.config.run import RunConfig, TrainingConfig
 
 _LEAST = 0.01
 """Least part of a step that a change must save to be named."""
@@ -50,14 +50,14 @@ def list_changes(config: RunConfig, models: Models, machine: Machine) -> list[Ch
 def _list_candidates(config: RunConfig, models: Models) -> Iterator[tuple[str, Callable[[], RunConfig]]]:
     actor, rollout = config.actor, config.rollout
 
-    def of_actor(**changes):
+    def change_actor(**changes):
         return lambda: replace(config, actor=replace(actor, **changes))
 
-    def of_rollout(**changes):
+    def change_rollout(**changes):
         return lambda: replace(config, rollout=replace(rollout, **changes))
 
     if not config.placement.colocate:
-        yield f"--rollout.staleness {rollout.staleness + 1}", of_rollout(staleness=rollout.staleness + 1)
+        yield f"--rollout.staleness {rollout.staleness + 1}", change_rollout(staleness=rollout.staleness + 1)
         for moved in (1, 2, 4, 8, 16):
             unit = actor.tp * actor.pp * actor.cp * moved
             engines = rollout.engines + unit // rollout.tp, rollout.engines - unit // rollout.tp
@@ -69,25 +69,25 @@ def _list_candidates(config: RunConfig, models: Models) -> Iterator[tuple[str, C
                         lambda both=changed: replace(config, actor=both[0], rollout=both[1]),
                     )
     if actor.layout == "thd" and actor.share != "prompts":
-        yield "--actor.share prompts", of_actor(share="prompts")
+        yield "--actor.share prompts", change_actor(share="prompts")
     for kind in ("none", "core"):
         if actor.recompute not in ("none", kind):
-            yield f"--actor.recompute {kind}", of_actor(recompute=kind)
+            yield f"--actor.recompute {kind}", change_actor(recompute=kind)
     for times in (2, 4, 16, 64):
         tokens = actor.micro_batch_tokens * times
-        yield f"--actor.micro-batch-tokens {tokens}", of_actor(micro_batch_tokens=tokens)
+        yield f"--actor.micro-batch-tokens {tokens}", change_actor(micro_batch_tokens=tokens)
     for name in ("tp", "pp", "cp"):
         if (size := getattr(actor, name)) % 2 == 0:
-            yield f"--actor.{name} {size // 2}", of_actor(**{name: size // 2})
+            yield f"--actor.{name} {size // 2}", change_actor(**{name: size // 2})
     if rollout.tp % 2 == 0:
         changes = {"tp": rollout.tp // 2, "engines": rollout.engines * 2}
-        yield f"--rollout.tp {changes['tp']} --rollout.engines {changes['engines']}", of_rollout(**changes)
-    yield f"--rollout.max-num-seqs {rollout.max_num_seqs * 2}", of_rollout(max_num_seqs=rollout.max_num_seqs * 2)
+        yield f"--rollout.tp {changes['tp']} --rollout.engines {changes['engines']}", change_rollout(**changes)
+    yield f"--rollout.max-num-seqs {rollout.max_num_seqs * 2}", change_rollout(max_num_seqs=rollout.max_num_seqs * 2)
     cache = rollout.kv_cache_mb or get_platform(config.platform).rollout_kv_cache_mb
-    yield f"--rollout.kv-cache-mb {cache * 2}", of_rollout(kv_cache_mb=cache * 2)
+    yield f"--rollout.kv-cache-mb {cache * 2}", change_rollout(kv_cache_mb=cache * 2)
 
 
-def describe_forecast(config: RunConfig, models: Models, name: str) -> str:
+def describe_forecast(config: TrainingConfig, models: Models, name: str) -> str:
     """Write a forecast of a step, and the three changes that help most.
 
     Args:
@@ -107,10 +107,10 @@ def describe_forecast(config: RunConfig, models: Models, name: str) -> str:
         f"A step on {name}: {found.step:.3g} s, where all samples are longest; in turn, s: {phases}",
         f"{found.tokens:,.0f} tokens sampled a second; the update at {found.mfu:.1%} of the trainers' peak",
     ]
-    ahead = found.phases["prefill"] + found.phases["decode"]
-    rest = sum(found.phases.values()) - ahead
-    slower, times = ("engines", ahead / rest) if ahead > rest else ("trainers", rest / ahead)
-    lines.append(f"From --rollout.staleness {found.level} on {slower} never wait; they take {times:.1f} times as long")
+    if found.level:
+        lines.append(f"From --rollout.staleness {found.level} on engines keep up with the trainers")
+    else:
+        lines.append("Engines do not keep up with the trainers at any staleness")
     for change in list_changes(config, models, machine)[:3]:
         saved = found.step - change.forecast.step
         lines.append(f"  {change.options}: {change.forecast.step:.3g} s a step, {saved / found.step:.0%} less")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import get_itemsize
 from engines.models.spec import ModelSpec
+from hardware.machines import Machine
 from hardware.platforms import get_platform
-from rlworker.checks.plan.machines import Machine
 from rlworker.checks.plan.work import (
     Tokens,
     Work,
@@ -21,6 +21,8 @@ from rlworker.checks.plan.work import (
 )
 from rlworker.config.run import RunConfig
 
+_MOST_AHEAD = 8
+"""Largest staleness that is tried."""
 Models = Mapping[str, ModelSpec]
 
 
@@ -33,7 +35,7 @@ class Forecast:
             these are cores, their processes are busy, in all.
         step: seconds of the clock, with phases beside each other where rollouts run ahead.
         mfu: part of the trainers' peak that the update reaches. tokens: sampled in a second.
-        level: least staleness at which the slower of engines and trainers never waits for the other.
+        level: least staleness at which engines keep up with the trainers; 0 where none that was tried is enough.
     """
 
     phases: dict[str, float]
@@ -90,12 +92,16 @@ def forecast_update(
     return slowest, busy
 
 
-def forecast_rollout(config: RunConfig, model: ModelSpec, machine: Machine) -> tuple[float, float]:
-    """Forecast the seconds of prefill and of decode on each engine, all samples being longest."""
+def forecast_rollout(config: RunConfig, model: ModelSpec, machine: Machine, together: int = 1) -> tuple[float, float]:
+    """Forecast the seconds of prefill and of decode on each engine for a step's samples, all being longest.
+
+    Args:
+        together: number of steps whose samples an engine has at once.
+    """
     rollout, platform = config.rollout, get_platform(config.platform)
     size, group = get_itemsize(rollout.dtype), config.samples_per_prompt
     prompt, sampled = config.data.max_prompt_tokens, rollout.max_new_tokens
-    prompts = config.prompts_per_step / rollout.engines
+    prompts = together * config.prompts_per_step / rollout.engines
     samples = prompts * group
     attending = sum(not options.delta for options in model.options)
     token_bytes = 2 * model.count_kv_heads(rollout.tp) * model.head_dim * size * attending
@@ -109,9 +115,10 @@ def forecast_rollout(config: RunConfig, model: ModelSpec, machine: Machine) -> t
     at_once = samples * sampled / rounds
     decode = count_forward(model, rollout.tp, size, at_once, at_once, at_once * (prompt + sampled / 2))
     spans = {"tp": rollout.tp}
-    own = rounds * machine.engine_step + samples * sampled * machine.engine_token
+    own = (1 + rounds) * model.layers * machine.engine_layer + samples * sampled * machine.engine_token
     first = compute_seconds(machine, prefill, rollout.dtype, spans, overlaps=True)
-    return first, rounds * compute_seconds(machine, decode, rollout.dtype, spans, overlaps=True) + own
+    rest = rounds * compute_seconds(machine, decode, rollout.dtype, spans, overlaps=True) + own
+    return first / together, rest / together
 
 
 def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Forecast:
@@ -141,8 +148,11 @@ def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Foreca
     }
     phases = {"prefill": prefill, "decode": decode, "scoring": score[0], "update": update[0], "sync": sync}
     phases["rest"] = driver + machine.trainer_step + machine.rollout_step
-    ahead, behind = prefill + decode, sum(phases.values()) - prefill - decode
-    step = max(ahead, behind) if config.rollout.staleness else ahead + behind
+    behind = sum(phases.values()) - prefill - decode
+    ahead = [sum(forecast_rollout(config, model, machine, steps)) for steps in range(1, _MOST_AHEAD + 1)]
+    level = next((steps for steps, seconds in enumerate(ahead, 1) if seconds <= behind), 0)
+    staleness = config.rollout.staleness
+    step = max(behind, ahead[min(staleness, _MOST_AHEAD) - 1]) if staleness else prefill + decode + behind
     computed = tokens.slots * actor.dp * minis
     useful = model.count_training_flops([sum(lengths) - 1] * config.samples_per_step, computed) * algorithm.epochs
     return Forecast(
@@ -151,7 +161,7 @@ def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Foreca
         step,
         useful / max(update[0], 1e-12) / actor.ranks / machine.products[actor.dtype],
         config.samples_per_step * lengths[1] / step,
-        math.ceil(ahead / max(ahead, behind)),
+        level,
     )
 
 

@@ -25,7 +25,7 @@ _OPTIMIZER, _GRADIENT = 32, 16
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of one device.
+    """The work of one device.
 
     Attributes:
         products, attention: FLOPs. moved: bytes between the device and its memory.
