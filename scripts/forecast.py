@@ -47,7 +47,9 @@ class Case:
 SMALL = Case(160, 480, 4, 5, 128, 32, 8, 6, 16)
 MEDIUM = Case(384, 1024, 6, 6, 2048, 8, 8, 48, 24)
 SIZES = Case(256, 768, 8, 4, 1024, 16, 8, 24, 32)
-SLOW = replace(SIZES, prompt=96, sampled=16, actor={"share": "none", "recompute": "full", "micro_batch_tokens": 256})
+SLOW = replace(
+    SIZES, prompts=4, prompt=96, sampled=16, actor={"share": "none", "recompute": "full", "micro_batch_tokens": 256}
+)
 CASES = {
     "small": SMALL,
     "medium": MEDIUM,
@@ -69,6 +71,9 @@ PARSER.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], metav
 PARSER.add_argument("--steps", type=int, default=6)
 PARSER.add_argument("--measured", type=Path, metavar="FILE", help="figures of --json to fit and to forecast")
 OPTIONS = PARSER.parse_args()
+if OPTIONS.tiny:
+    CASES = {name: replace(CASES[name], prompts=2, samples=2) for name in FITTED}
+    OPTIONS.cases, OPTIONS.steps = [*CASES], 1
 
 
 def make_inputs(folder: Path, case: Case) -> None:
@@ -330,7 +335,7 @@ def main() -> None:
                     rows.append({"case": name} | measure(Path(folder), CASES[name]))
                 print(f"{name:28s}" + "  ".join(f"{key} {rows[-1][key]:.3f}" for key in (*ROLES, "step")), flush=True)
                 write_figures(OPTIONS.json, rows)
-        if {*FITTED} <= {*OPTIONS.cases}:
+        if {*FITTED} <= {*OPTIONS.cases} and not OPTIONS.tiny:
             compare({row["case"]: row for row in rows})
 
 

@@ -29,7 +29,8 @@ class Change:
 
 
 def list_changes(config: RunConfig, models: Models, machine: Machine) -> list[Change]:
-    """List the changes that make a step shorter and fit into the machine's memory, the largest gain first."""
+    """List the changes that make a step shorter and fit into the machine's memory, the largest gain first; of several
+    values of a setting the best."""
     before = forecast_step(config, models, machine)
     found = []
     for options, make in _list_candidates(config, models):
@@ -43,8 +44,11 @@ def list_changes(config: RunConfig, models: Models, machine: Machine) -> list[Ch
         needs = list_needs(changed, dict(models))
         if all(need.total <= machine.memory_gb * GB for need in needs):
             found.append(Change(options, changed, forecast_step(changed, models, machine)))
-    helpful = [change for change in found if change.forecast.step < (1 - _LEAST) * before.step]
-    return sorted(helpful, key=lambda change: change.forecast.step)
+    best: dict[tuple[str, ...], Change] = {}
+    for change in sorted(found, key=lambda change: change.forecast.step):
+        if change.forecast.step < (1 - _LEAST) * before.step:
+            best.setdefault(tuple(word for word in change.options.split() if word.startswith("--")), change)
+    return list(best.values())
 
 
 def _list_candidates(config: RunConfig, models: Models) -> Iterator[tuple[str, Callable[[], RunConfig]]]:

@@ -12,6 +12,7 @@ from hardware.platforms import get_platform
 from rlworker.checks.plan.changes import describe_forecast, list_changes
 from rlworker.checks.plan.forecast import compute_seconds, forecast_step
 from rlworker.checks.plan.work import Work, count_forward, count_optimizer, count_passes, schedule_tokens
+from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
 
@@ -23,14 +24,14 @@ MIXTURE |= {"moe_intermediate_size": 512, "norm_topk_prob": True}
 CUDA, H100 = get_platform("cuda"), MACHINES["h100"]
 
 
-def make_config(folder: str, rollout: dict | None = None, **actor) -> RunConfig:
+def make_config(folder: str, rollout: dict | None = None, prompts: int = 8, **actor) -> RunConfig:
     return RunConfig(
         model=folder,
         platform="cuda",
         data=DataConfig(max_prompt_tokens=256),
         actor=MegatronConfig(**{"dtype": "bfloat16"} | actor),
         rollout=VllmConfig(**{"max_new_tokens": 64, "dtype": "bfloat16"} | (rollout or {})),
-        prompts_per_step=8,
+        prompts_per_step=prompts,
         samples_per_prompt=16,
         steps=1,
     )
@@ -94,6 +95,41 @@ def test_updates_beside_those_that_one_h100_took(model):
         tokens = schedule_tokens(model, actor, CUDA, prompt, 64, 8, 16)
         found = compute_seconds(H100, count_passes(model, actor, CUDA, 0, tokens, True), "bfloat16", {})
         assert found == pytest.approx(seconds, rel=0.2)
+
+
+LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+LLAMA_8B |= {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256}
+QWEN3_32B = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64}
+QWEN3_32B |= {"model_type": "qwen3", "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128}
+PUBLISHED = [  # ranks, tokens of a sample, sizes of trainers, of an engine, seconds of a step; and ours to those
+    (LLAMA_8B, 16, 1060, {"pp": 2}, 1, 97.7, 0.52),
+    (LLAMA_8B, 8, 1129, {"pp": 2}, 1, 74.6, 0.85),
+    (QWEN3_32B, 32, 3206, {"tp": 4, "pp": 4}, 4, 393, 0.93),
+    (QWEN3_32B, 32, 3207, {"tp": 4, "pp": 4}, 4, 215, 1.00),
+]
+"""Steps of NeMo RL 0.4 on H100 (docs/about/performance-summary.md there): in turns, and with engines beside, by turns.
+Its samples have these lengths in the mean."""
+
+
+@pytest.mark.parametrize("place", range(len(PUBLISHED)))
+def test_steps_beside_those_that_were_published(tmp_path, place):
+    family, ranks, length, sizes, tp, seconds, ratio = PUBLISHED[place]
+    own = {"tie_word_embeddings": False, "max_position_embeddings": 8192}
+    folder, is_ahead = write_config(tmp_path, QWEN_05B | family | own), place % 2
+    rollout = {"engines": ranks // tp, "tp": tp, "max_new_tokens": length - 150, "staleness": is_ahead}
+    config = make_config(
+        folder,
+        rollout | {"kv_cache_mb": 40 * 1024, "max_model_len": 8192},
+        prompts=64,
+        ranks=ranks,
+        micro_batch_tokens=8192,
+        share="none",
+        **sizes,
+    )
+    config = replace(config, data=DataConfig(max_prompt_tokens=150), samples_per_prompt=32)
+    config = replace(config, algorithm=AlgorithmConfig(mini_batches=4, kl_coef=0.01))
+    found = forecast_step(config, {role: ModelSpec.from_folder(folder) for role in config.roles}, H100)
+    assert found.step / seconds == pytest.approx(ratio, abs=0.02)
 
 
 def test_a_decoded_token_waits_for_all_weights(model):
