@@ -136,10 +136,11 @@ def measure(folder: Path, case: Case) -> dict[str, float]:
 
         @contextmanager
         def _phase(self, clock, name: str) -> Iterator[None]:
-            before = read()
+            before, start = read(), time.perf_counter()
             with super()._phase(clock, name):
                 yield
             if hasattr(self, "taken"):
+                self.taken[f"clock {name}"] = time.perf_counter() - start
                 self.taken |= {f"{role} {name}": now - before[role] for role, now in read().items()}
 
     steps = []
@@ -278,9 +279,15 @@ def fit(rows: dict[str, dict[str, float]], folder: Path):
 
 
 def leave_waiting_out(row: dict[str, float]) -> dict[str, float]:
-    """Leave out what a process takes while another works, which grows with the clock of a loaded machine."""
-    waiting = {"trainers": row["trainers rollout"], "rollout": row["rollout update"]}
+    """Leave out what threads that wait take, which grows with the clock of a loaded machine: at the rate at which a
+    process takes it while another works."""
+    waiting = {
+        role: row[f"{role} {phase}"] * row["clock"] / row[f"clock {phase}"]
+        for role, phase in (("trainers", "rollout"), ("rollout", "update"))
+    }
     own = row | {role: row[role] - waiting.get(role, 0.0) for role in ROLES}
+    for role, phase in (("trainers", "update"), ("rollout", "rollout")):
+        own[f"{role} {phase}"] -= waiting[role] * row[f"clock {phase}"] / row["clock"]
     return own | {"step": sum(own[role] for role in ROLES)}
 
 
