@@ -55,7 +55,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a replica computes in one pass over its part of a mini-batch: the mean of all replicas.
+    """The tokens of one pass of a replica over its part of a mini-batch: the mean of all replicas.
 
     Attributes:
         micro_batches: their number. slots: tokens and padding. pairs: of a query and a key that it sees.
