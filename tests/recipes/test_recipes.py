@@ -18,7 +18,7 @@ from recipes.common import squares
 from recipes.common.addition import make_expert_model, make_model, make_state_model
 from rlworker.algorithms.advantages import distill
 from rlworker.algorithms.objective import make_objective
-from rlworker.checks.plan import plan_recipe
+from rlworker.checks.plan.recipe import plan_recipe
 from rlworker.config.command_line import parse_config
 from rlworker.data.rows import Row, load_tokenizer
 from rlworker.tracking.log import read_metrics
