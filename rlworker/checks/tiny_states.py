@@ -36,7 +36,7 @@ def hiding_kernels() -> Iterator[None]:
     """
     names = ("fla", "causal_conv1d")
     there = {name: sys.modules[name] for name in names if name in sys.modules}
-    sys.modules.update(dict.fromkeys(names))  # pyright: ignore[reportArgumentType]  None lets an import fail
+    sys.modules.update(dict.fromkeys(names))  # pyright: ignore[reportCallIssue, reportArgumentType]  None lets an import fail
     try:
         yield
     finally:
