@@ -3,8 +3,11 @@
 import base64
 import io
 import json
+import re
 import shutil
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -30,6 +33,7 @@ from rlworker.data.examples import read_examples
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer, read_rows
 from rlworker.rollouts.trajectory import to_batch
+from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report.samples import show_sample
 from rlworker.trainers.rejected_step import save_rejected
 
@@ -330,3 +334,27 @@ def test_logprob_differences_after_images_are_told_apart(read, model):
     assert (found["logprob_diff_images_mean"], found["logprob_diff_images_max"]) == (0.25, 0.5)
     alone = compare_logprobs(to_batch([text], samples[1:], [0.0], model.vision), torch.zeros(1))
     assert set(alone) == {"logprob_diff_mean", "logprob_diff_max"}
+
+
+@pytest.mark.large
+def test_an_image_that_breaks_off_ends_the_run_by_its_name(model, tmp_path):
+    """Its start and its end are whole; its pixels are asked for by vLLM in the first step."""
+    save_images(tmp_path)
+    with Image.open(tmp_path / "a.png") as image:
+        image.save(tmp_path / "half.jpg")
+    whole = (tmp_path / "half.jpg").read_bytes()
+    table = whole.index(b"\xff\xc4")  # of Huffman codes: sixteen counts, which no code has so many of
+    (tmp_path / "half.jpg").write_bytes(whole[: table + 5] + b"\xff" * 16 + whole[table + 21 :])
+    rows = [{"prompt": "<image>?", "images": [name], "answer": "y"} for name in ("b.png", "half.jpg")]
+    write(tmp_path, *rows)
+    sizes = {"rollout.max-new-tokens": 4, "rollout.max-model-len": 64, "data.max-prompt-tokens": 32, "steps": 2}
+    sizes |= {"prompts-per-step": 2, "samples-per-prompt": 2, "rollout.kv-cache-mb": 64, "run-dir": tmp_path / "run"}
+    options = {"model": model.folder, "data.train": tmp_path / "rows.jsonl"} | sizes
+    command = [sys.executable, "-W", "ignore", "-m", "recipes.grpo"]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: step 1, phase rollout: " in done.stderr
+    assert re.search(r'line 2: field "images", image 0: .*half.jpg.* cannot be decoded', done.stderr)
+    assert (tmp_path / "run" / "report.html").is_file() and len(read_metrics(tmp_path / "run")) == 1
