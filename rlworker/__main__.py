@@ -73,18 +73,21 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     Exit status 1 where it does not fit.
 
     Args:
-        arguments: RECIPE [--memory-gb N] [--run-shapes [RANK ...]] [its settings], like recipes.grpo --model FOLDER
-            --actor.ranks 2. RECIPE is a module's name, or a file's path like ./own.py. --run-shapes runs trainer ranks
-            without their machine: the first of the first, a middle and the last stage, and the last, or those named.
+        arguments: RECIPE [--memory-gb N] [--forecast MACHINE] [--run-shapes [RANK ...]] [its settings], like
+            recipes.grpo --model FOLDER --actor.ranks 2. RECIPE is a module's name, or a file's path like ./own.py.
+            --forecast tells the seconds of a step on h100, h200, b200, 910b, 910c or cpu. --run-shapes runs trainer
+            ranks without their machine: the first of the first, a middle and the last stage, and the last, or those
+            named.
     """
-    from rlworker.checks.plan import plan_recipe
+    from rlworker.checks.plan.recipe import plan_recipe
 
     parser = argparse.ArgumentParser("rlworker plan", add_help=False)
     parser.add_argument("recipe")
     parser.add_argument("--memory-gb", type=float, default=0.0)
+    parser.add_argument("--forecast", default="", metavar="MACHINE")
     parser.add_argument("--run-shapes", type=int, nargs="*")
     options, settings = parser.parse_known_args(arguments)
-    text, fits = plan_recipe(options.recipe, settings, options.memory_gb, options.run_shapes)
+    text, fits = plan_recipe(options.recipe, settings, options.memory_gb, options.run_shapes, options.forecast)
     print(text)
     sys.exit(not fits)
 
