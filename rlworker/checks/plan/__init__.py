@@ -1,0 +1,1 @@
+"""What a run needs of a machine, and how long a step takes there."""
