@@ -1,1 +1,1 @@
-"""What a run needs of a machine, and how long a step takes there."""
+"""Plans of a run: its memory on a machine, and the seconds of a step there."""
