@@ -1,7 +1,8 @@
 """Machines of the forecast: what a device of each computes, moves and sends in a second, and where it is written.
 
 Shares of the peaks, and seconds that the host takes, are of this project's own measurements on a CPU and on one H100
-(docs/cuda.md); other devices are taken to reach the H100's. Figures of NVIDIA are for dense products of 16 bits.
+(docs/cuda.md); other devices are taken to reach the H100's. Figures of NVIDIA are for dense products of 16 bits. Only
+the 910B's peak was read where it is written: hold the others against the sheet of your device.
 """
 
 from dataclasses import dataclass, replace
@@ -60,6 +61,18 @@ _H100 = Machine(
     network=50 * _GIGA,
     host=2 * _GIGA,
 )
+# A die of two, which torch_npu takes for a device. Zuo et al., arXiv:2506.12708, section 3: a package has 752 TFLOP/s,
+# 128 GB at 3.2 TB/s, 392 GB/s one way on the supernode's bus and 400 Gb/s beyond it.
+_910C = replace(
+    _H100,
+    name="910c",
+    products={"bfloat16": 376 * _TERA, "float32": 94 * _TERA},
+    memory=1.6 * _TERA,
+    memory_gb=64,
+    devices=16,
+    link=196 * _GIGA,
+    network=25 * _GIGA,
+)
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -76,29 +89,10 @@ MACHINES = {
             memory_gb=180,
             link=900 * _GIGA,
         ),
-        # Ascend910B2C.ini of CANN: 24 cores of 16 x 16 x 16 multiply-adds at 1.8 GHz. 64 GB; taken for
-        # alike: 1.6 TB/s, 196 GB/s one way and ports of 200 Gb/s of a die of the 910C.
-        replace(
-            _H100,
-            name="910b",
-            products={"bfloat16": 354 * _TERA, "float32": 88 * _TERA},
-            memory=1.6 * _TERA,
-            memory_gb=64,
-            link=196 * _GIGA,
-            network=25 * _GIGA,
-        ),
-        # A die of two, which torch_npu takes for a device. Zuo et al., arXiv:2506.12708, section 3: a package has 752
-        # TFLOP/s, 128 GB at 3.2 TB/s, 392 GB/s one way on the supernode's bus and 400 Gb/s beyond it.
-        replace(
-            _H100,
-            name="910c",
-            products={"bfloat16": 376 * _TERA, "float32": 94 * _TERA},
-            memory=1.6 * _TERA,
-            memory_gb=64,
-            devices=16,
-            link=196 * _GIGA,
-            network=25 * _GIGA,
-        ),
+        # Ascend910B2C.ini of CANN: 24 cores of 16 x 16 x 16 multiply-adds at 1.8 GHz. Memory and links are taken for
+        # those of the 910C's die.
+        replace(_910C, name="910b", products={"bfloat16": 354 * _TERA, "float32": 88 * _TERA}, devices=8),
+        _910C,
         # A core of an AMD EPYC of two, fitted by scripts/forecast.py; what moves is mostly in memory that is new.
         Machine(
             "cpu",

@@ -2,6 +2,7 @@
 
     python -m recipes.reasoning_gym --model FOLDER                              sums of two terms
     python -m recipes.reasoning_gym --model FOLDER --task gcd --difficulty max_value=60
+    python -m recipes.reasoning_gym --model FOLDER --shots 3 --shot-answer "It is {answer}." --data.instruction ""
 
 ``bash scripts/setup.sh reasoning`` installs the package. Questions are drawn by its generators, answers scored by the
 task's own ``score_answer``. Held-out questions come from another seed. The sizes are those of a model of 135 million

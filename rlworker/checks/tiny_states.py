@@ -36,7 +36,8 @@ def hiding_kernels() -> Iterator[None]:
     """
     names = ("fla", "causal_conv1d")
     there = {name: sys.modules[name] for name in names if name in sys.modules}
-    sys.modules.update(dict.fromkeys(names))  # pyright: ignore[reportCallIssue, reportArgumentType]  None lets an import fail
+    hidden: Any = dict.fromkeys(names)  # None lets an import fail
+    sys.modules.update(hidden)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""``rlworker plan --forecast MACHINE``: the seconds of a step's phases by a roofline, and changes that would help."""
+"""``rlworker plan --forecast MACHINE``: the seconds of a step's phases by a roofline."""
 
 from __future__ import annotations
 
