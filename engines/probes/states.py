@@ -91,11 +91,14 @@ class StateRecorder:
         def keep_embeddings(_: Any, args: Any, kwargs: Any) -> None:
             self._keep(0, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
+        def keep_last(_: Any, __: Any, output: Any) -> None:
+            self._keep(last, output)
+
         hooks = [layer.register_forward_hook(self._keep_layer) for layer in block.layers]
         if engine.decoder.pre_process:
             hooks.append(block.register_forward_pre_hook(keep_embeddings, with_kwargs=True))
         if engine.decoder.post_process:
-            hooks.append(block.register_forward_hook(lambda _, __, output: self._keep(last, output)))
+            hooks.append(block.register_forward_hook(keep_last))
         try:
             with patch.object(engine, "forward_micro_batch", forward_micro_batch):
                 yield self.record

@@ -42,7 +42,7 @@ class Stage:
 
     @cached_property
     def over(self) -> np.ndarray:
-        """Whether each place is apart by more than rounding, ``[P]``; NaN is."""
+        """Mark the places that are apart by more than rounding, ``[P]``; NaN is."""
         return ~self.same & ~(self.apart <= self.limit)
 
     @property

@@ -1,4 +1,4 @@
-"""A training engine on a pool of ranks as a run calls it, and twelve differences that a replay must name."""
+"""Steps of a training engine that are kept, and twelve differences that a replay must name."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,48 +6,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from support.ranks.engines_cases import build_engine
-from support.ranks.pool import Ranks, draw_address
 
 from engines.batch.batch import TrainBatch
-from engines.config import MegatronConfig
 from engines.images.columns import make_image_columns
 from engines.models.spec import ModelSpec
 from hardware.attention.cell import Patch
-from hardware.platforms import get_platform
-from rlworker.cluster.train_group import WorkerGroup
-from rlworker.cluster.workers import Role, TrainWorker
-
-TEMPERATURE = 0.8
-_HELD: dict[str, TrainWorker] = {}
-"""The worker of this rank."""
-
-
-class PoolGroup(WorkerGroup):
-    """A training engine of one replica on a pool of ranks, in place of Ray's workers."""
-
-    def __init__(self, pool: Ranks, model: ModelSpec, settings: dict):
-        self.pool, config = pool, MegatronConfig(ranks=pool.world, timeout_s=60, **settings)
-        role, arguments = Role("actor", model, config, TEMPERATURE), (draw_address(), model, settings)
-        super().__init__(role, get_platform("cpu"), [], pool.run(start_worker, *arguments))
-
-    def call(self, method, *args, **keywords) -> list:
-        return self.pool.run(call_worker, method.__name__, args, keywords)
-
-    def call_sharded(self, method, shards, *args, **keywords) -> list:
-        results = self.pool.run(call_worker, method.__name__, (shards[0], *args), keywords)
-        return [next(r for r, place in zip(results, self.places, strict=True) if place["is_leader"])]
-
-
-def start_worker(rank: int, world: int, address: str, model: ModelSpec, settings: dict) -> dict:
-    worker = _HELD["worker"] = TrainWorker.__new__(TrainWorker)  # its start is Ray's
-    engine = build_engine(rank, world, address, model, settings, temperature=TEMPERATURE)
-    worker.engines = {"actor": engine}
-    return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
-
-
-def call_worker(rank: int, world: int, method: str, args: tuple, keywords: dict):
-    return getattr(_HELD["worker"], method)("actor", *args, **keywords)
 
 
 def make_groups(vocab: int, groups: int = 2, samples: int = 3) -> TrainBatch:
@@ -78,10 +41,10 @@ def make_image_groups(model: ModelSpec, paths: list[str], samples: int = 3) -> T
 
 
 def add_columns(batch: TrainBatch) -> TrainBatch:
-    """Add the columns that a loss of the run reads: each sample's advantage, and logprobs of the rollout."""
+    """Add the columns that a loss of the run reads: each sample's advantage, and the rollout's distance in logprobs."""
     generator = torch.Generator().manual_seed(0)
     advantages = batch.repeat_per_token(torch.randn(len(batch), generator=generator))
-    logprobs = -3 * torch.rand(batch.num_tokens, generator=generator)
+    logprobs = 0.1 * torch.rand(batch.num_tokens, generator=generator)
     return replace(batch, advantages=advantages, rollout_logprobs=logprobs, weights=batch.mask.float())
 
 
@@ -90,7 +53,9 @@ def add_columns(batch: TrainBatch) -> TrainBatch:
 
 def plant_difference(rank: int, world: int, name: str, place: tuple[int, int]) -> None:
     """Plant a difference into this rank's engine; ``place`` is a sequence of the micro-batch and a position."""
-    engine = _HELD["worker"].engines["actor"]
+    from support.ranks.pool_group import HELD
+
+    engine = HELD["worker"].engines["actor"]
     patches = DIFFERENCES[name](engine, place)
     for owner, attribute, wrap in patches:
         patch.object(owner, attribute, wrap(getattr(owner, attribute))).start()

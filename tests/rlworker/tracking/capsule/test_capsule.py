@@ -2,16 +2,16 @@
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from support.ranks.capsule_cases import (
     DIFFERENCES,
-    TEMPERATURE,
-    PoolGroup,
     exchange_sequences,
     make_groups,
     make_image_groups,
@@ -36,16 +36,25 @@ def find_loss():
     return configure_loss(AlgorithmConfig(name="grpo", kl_coef=0.0, entropy_coef=0.01), "truncated")
 
 
-def keep_step(group: PoolGroup, batch: TrainBatch, folder: Path, steps: int = 1) -> Capsule:
+def start_group(pool, model: ModelSpec, settings: dict):
+    """Start a training engine on a pool of ranks."""
+    from support.ranks.pool_group import PoolGroup
+
+    return PoolGroup(pool, model, settings)
+
+
+def keep_step(group, batch: TrainBatch, folder: Path, steps: int = 1) -> Capsule:
     """Take optimizer steps on a batch, keep them as a capsule, and read it."""
     from rlworker.tracking.capsule.record import recording
 
+    # Ratios near 1, so that the loss is not clipped and has a derivative everywhere.
+    batch = replace(batch, rollout_logprobs=batch.rollout_logprobs + group.forward(batch).logprobs)
     loss = find_loss()
     with recording(group, group.role.config.dtype) as made:
         for _ in range(steps):
             group.train_step(batch, loss, float(batch.mask.sum()))
     role = group.role
-    model = role.config, TEMPERATURE, 0, role.model.folder, "", made.weights, describe_function(made.losses[0])
+    model = role.config, role.temperature, 0, role.model.folder, "", made.weights, describe_function(made.losses[0])
     write_capsule(Capsule(folder, 1, "cpu", *model, {}, made.updates))
     return read_capsule(folder)
 
@@ -60,7 +69,7 @@ def replay(capsule: Capsule, pool, model: ModelSpec, settings: dict = SETTINGS, 
             from rlworker.cluster.train_group import plan_schedule
 
             planted.enter_context(patch(place_of, exchange_sequences(plan_schedule)))
-        group = PoolGroup(pool, model, settings)
+        group = start_group(pool, model, settings)
         if plant in DIFFERENCES:
             pool.run(plant_difference, plant, place)
             planted.callback(pool.run, mend_difference)
@@ -74,12 +83,12 @@ def model(make_hf_model) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def capsule(one_rank, model, tmp_path_factory) -> Capsule:
-    group = PoolGroup(one_rank, model, SETTINGS)
+    group = start_group(one_rank, model, SETTINGS)
     return keep_step(group, make_groups(99), tmp_path_factory.mktemp("run") / "capsules" / "step_1")
 
 
 def test_two_optimizer_steps_are_computed_anew_bit_for_bit(one_rank, model, tmp_path):
-    twice = keep_step(PoolGroup(one_rank, model, SETTINGS), make_groups(99), tmp_path / "step_1", steps=2)
+    twice = keep_step(start_group(one_rank, model, SETTINGS), make_groups(99), tmp_path / "step_1", steps=2)
     assert len(twice.updates[0].rows[0]) == 2, "micro-batches"
     found = replay(twice, one_rank, model)
     assert [finding.outcome for finding in found] == ["ok"] * 3, found
@@ -121,7 +130,7 @@ def check_differences(capsule: Capsule, pool, model: ModelSpec, settings: dict, 
         own = slice(starts[sequence], starts[sequence + 1])
         prompt = int(update.batch.mask[own].nonzero()[0]) + 1
         positions = {"start": 0, "second": 1, "seventh": 6, "own": prompt + 1, "counts": prompt - 1}
-        if kind == "image":
+        if update.batch.image_block is not None:
             positions["image"] = int((update.batch.image_block[own] >= 0).nonzero()[0])
         found = {one.where: one for one in replay(capsule, pool, model, settings, name, (member, prompt + 1))}
         place = f"micro-batch 0, {stage}, sequence {sequence}, position {positions[kind]} "
@@ -151,7 +160,7 @@ def test_two_sequences_that_are_exchanged_are_named(one_rank, model, capsule):
 
 def test_several_tokens_share_a_sketch_where_a_step_is_long(one_rank, model, tmp_path, monkeypatch):
     monkeypatch.setattr("rlworker.tracking.capsule.files.MOST_BYTES", 8_000)
-    short = keep_step(PoolGroup(one_rank, model, SETTINGS), make_groups(99), tmp_path / "step_1")
+    short = keep_step(start_group(one_rank, model, SETTINGS), make_groups(99), tmp_path / "step_1")
     span, places = short.updates[0].span, len(short.updates[0].places)
     assert span == 4 and places * 6 * 28 <= 8_000
     found = replay(short, one_rank, model)
@@ -169,9 +178,9 @@ def test_differences_of_a_model_that_sees_images_are_named_at_two_ranks(two_rank
 
     (tmp_path / "images").mkdir()
     model = ModelSpec.from_folder(make_vlm(tmp_path / "model", "qwen2_5_vl"))
-    settings = {"tp": 2, "share": "prompts", "micro_batch_tokens": 200}
+    settings = {"tp": 2, "share": "prompts", "micro_batch_tokens": 64}
     batch = make_image_groups(model, make_images(tmp_path / "images"))
-    capsule = keep_step(PoolGroup(two_ranks, model, settings), batch, tmp_path / "run" / "capsules" / "step_1")
+    capsule = keep_step(start_group(two_ranks, model, settings), batch, tmp_path / "run" / "capsules" / "step_1")
     assert capsule.updates[0].metrics["prompt_sharing"] > 1.5 and len(capsule.updates[0].rows[0]) > 1
     size = sum(path.stat().st_size for path in capsule.folder.rglob("*") if path.is_file())
     assert size < 2**20 and len(list((capsule.folder / "images").iterdir())) == 3
@@ -186,7 +195,7 @@ def test_differences_of_a_model_that_sees_images_are_named_at_two_ranks(two_rank
 @pytest.mark.timeout(1500)
 def test_differences_of_a_real_model_are_named(one_rank, smollm2, tmp_path):
     model = ModelSpec.from_folder(smollm2)
-    group = PoolGroup(one_rank, model, SETTINGS)
+    group = start_group(one_rank, model, SETTINGS)
     capsule = keep_step(group, make_groups(40_000), tmp_path / "capsules" / "step_1")
     found = replay(capsule, one_rank, model)
     assert [one.outcome for one in found] == ["ok", "ok"] and found[1].text.startswith("bit for bit in 36"), found
@@ -199,12 +208,12 @@ def test_a_run_keeps_the_steps_that_it_is_asked_for(one_rank, model, tmp_path):
     from rlworker.tracking.capsule.replay import find_checkpoint, make_default_config
 
     run, batch, loss = RunFolder(str(tmp_path)), make_groups(99), find_loss()
-    group, written = PoolGroup(one_rank, model, SETTINGS), []
+    group, written = start_group(one_rank, model, SETTINGS), []
 
     def save(metrics: dict) -> None:
         written.append(run.finish_checkpoint(run.begin_checkpoint(kept.steps_done), {"step": kept.steps_done}))
 
-    kept = SimpleNamespace(config=RunConfig(steps=3, capsule_steps="2:2"), folder=run, save=save, steps_done=0)
+    kept: Any = SimpleNamespace(config=RunConfig(steps=3, capsule_steps="2:2"), folder=run, save=save, steps_done=0)
     kept.list_learners = lambda: [group]
     for kept.steps_done in range(3):
         with keeping_capsule(kept, {}):
