@@ -173,7 +173,7 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
 
     make = partial(Struck, config, *([reward] if is_rl else []))
     noting, replacing = patch.object(Outages, "note", note_named), patch.object(Rollouts, "replace", replace_timed)
-    with noting, replacing, patch.object(agreement, "BUCKET_BYTES", BUCKET_BYTES), make() as trainer:
+    with noting, replacing, patch.object(agreement, "choose_bucket_bytes", lambda _: BUCKET_BYTES), make() as trainer:
         trainer.fit()
     return times
 

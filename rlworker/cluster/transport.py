@@ -15,8 +15,18 @@ if TYPE_CHECKING:
     from engines.weight_sync import WeightBucket
 
 BUCKET_BYTES = 64 * 2**20
-"""Most bytes of a bucket, in which weights travel to the rollout engines. At most two buckets are on their way at a
+"""Most bytes of a bucket, in which weights travel to few rollout engines. At most two buckets are on their way at a
 time."""
+_ENGINES, _MOST_TIMES = 16, 8
+"""From how many engines on a bucket is larger, and by how much at most."""
+
+
+def choose_bucket_bytes(engines: int) -> int:
+    """Choose the most bytes of a bucket that so many engines load.
+
+    The sender makes a call for each bucket and engine. So buckets grow with the engines, up to half a GiB.
+    """
+    return BUCKET_BYTES * max(1, min(engines // _ENGINES, _MOST_TIMES))
 
 
 def send_buckets(buckets: Iterable[tuple[WeightBucket, bool]], rollouts: Sequence[ActorHandle], version: int) -> None:

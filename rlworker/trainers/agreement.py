@@ -10,7 +10,7 @@ from engines.batch.batch import TrainBatch
 from engines.weight_digest import DigestPlan
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
-from rlworker.cluster.transport import BUCKET_BYTES
+from rlworker.cluster.transport import choose_bucket_bytes
 from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker, TrainWorker
 from rlworker.config.run import RunConfig
@@ -71,7 +71,8 @@ class SyncedWeights:
 
 def _send(actor: WorkerGroup, engines: Sequence[ActorHandle], version: int, plan: DigestPlan) -> dict[str, int]:
     """Send weights: the digest of each tensor, which the rank that sends them has made."""
-    return next(filter(None, actor.call(TrainWorker.sync_weights, engines, version, BUCKET_BYTES, plan)), {})
+    largest = choose_bucket_bytes(len(engines))
+    return next(filter(None, actor.call(TrainWorker.sync_weights, engines, version, largest, plan)), {})
 
 
 def _describe_frozen(actor: WorkerGroup, plan: DigestPlan, sent: Mapping[str, int]) -> str:

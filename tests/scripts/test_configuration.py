@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def configuration():
-    sys.path.insert(0, str(ROOT / "scripts"))
+    sys.path.insert(0, str(ROOT / "scripts" / "pages"))
     import configuration
 
     sys.path.pop(0)
@@ -40,7 +40,7 @@ class _Outer:
 
 def test_the_page_is_that_of_the_settings(configuration):
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == configuration.write_page(), "run python scripts/configuration.py"
+    assert page == configuration.write_page(), "run python scripts/pages/configuration.py"
     assert "| `--actor.tp` | a whole number, at least 1 | `1` |" in page
 
 

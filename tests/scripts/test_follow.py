@@ -9,7 +9,7 @@ import pytest
 
 import rlworker
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "pages"))
 import follow
 
 sys.path.pop(0)

@@ -1,7 +1,7 @@
 """Follow a page of the docs word for word: its files are written, its commands run, one after another.
 
-    .venv/bin/python scripts/follow.py docs/first_hour.md [FOLDER]
-    .venv/bin/python scripts/follow.py docs/environments.md [FOLDER]
+    .venv/bin/python scripts/pages/follow.py docs/first_hour.md [FOLDER]
+    .venv/bin/python scripts/pages/follow.py docs/environments.md [FOLDER]
 
 A fenced block ``python NAME`` becomes the file NAME; a block ``sh`` is run by bash. Other blocks are not followed. The
 first command that fails ends it. At the end the held-out reward of the run ``runs/mine`` is compared with that of the
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(sh|python (\S+))\n(.*?)^```$", re.M | re.S)
 ENOUGH = 0.9
 """Mean held-out reward that the trained model must reach."""

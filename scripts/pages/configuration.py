@@ -1,7 +1,7 @@
 """Write docs/configuration.md from the settings: the data classes that ``--help`` reads.
 
-python scripts/configuration.py            # write the page
-python scripts/configuration.py --check    # exit status 1 where the page differs from the settings
+python scripts/pages/configuration.py            # write the page
+python scripts/pages/configuration.py --check    # exit status 1 where the page differs from the settings
 """
 
 import ast
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from engines.validation import collect_bounds, option, spell, spell_bounds  # noqa: E402
@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "configuration.md"
 HEADER = """# Configuration
 
 Every setting of a run with its type, its default and its meaning. A script writes this page from
-the same data classes that `--help` reads: `.venv/bin/python scripts/configuration.py`. A test
+the same data classes that `--help` reads: `.venv/bin/python scripts/pages/configuration.py`. A test
 compares the page with the classes.
 
 - A setting is a field of a data class in a recipe, and an option on its command line:
@@ -141,7 +141,7 @@ def main() -> int:
     if sys.argv[1:] == ["--check"]:
         is_stale = PAGE.read_text(encoding="utf-8") != page
         if is_stale:
-            print(f"{PAGE} differs from the settings; run python scripts/configuration.py", file=sys.stderr)
+            print(f"{PAGE} differs from the settings; run python scripts/pages/configuration.py", file=sys.stderr)
         return int(is_stale)
     PAGE.write_text(page, encoding="utf-8")
     return 0
