@@ -9,6 +9,7 @@ from engines.models.spec import ModelSpec
 from engines.validation import PassThrough, check_numbers, check_types
 from hardware.attention.rollouts import check_rollout_override
 from hardware.megatron.form import NO_ROUTE
+from hardware.platform import Platform
 
 MOST_KEPT = 1024
 """Largest top_k, since all kept ids travel with every sampled token."""
@@ -93,6 +94,9 @@ class VllmConfig(SamplingConfig):
     and learns in turns; above 0 rollouts run ahead of the trainer."""
     attention_override: tuple[str, ...] = ()
     """Refused cells of the rollouts' capability table to use all the same, as backend/rule."""
+    weight_transfer: str = "auto"
+    """Way of new weights to the engines: host, by Ray, in buckets; or a backend of vLLM's weight transfer: nccl where
+    engines have devices of their own, ipc with placement.colocate, gloo on a CPU. auto takes the platform's."""
     replay_routes: bool = False
     """Give the trainer the experts of every token, so that it computes a mixture by the sampler's choices."""
     vllm: PassThrough = field(default_factory=dict)
@@ -137,6 +141,17 @@ class VllmConfig(SamplingConfig):
     def spreads_experts(self) -> bool:
         """Tell whether each device of an engine has some of the experts whole, and not a part of each."""
         return bool(self.vllm.get("enable_expert_parallel"))
+
+    def find_weight_way(self, platform: Platform, colocated: bool) -> str:
+        """Return the way of new weights to the engines; ValueError if the platform has none of that name."""
+        ways = platform.find_weight_ways(colocated)
+        if self.weight_transfer not in ("auto", *ways):
+            raise ValueError(
+                f"rollout: weight_transfer={self.weight_transfer!r} is no way of weights on platform "
+                f"{platform.name!r} {'with' if colocated else 'without'} placement.colocate, expected auto or one of "
+                f"{list(ways)}; change --rollout.weight-transfer"
+            )
+        return ways[0] if self.weight_transfer == "auto" else self.weight_transfer
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError if vLLM would refuse the model, or compute it in another way than the trainer."""

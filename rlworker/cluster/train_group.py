@@ -15,9 +15,11 @@ from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import Outputs
 from engines.interfaces import LossFn
 from engines.megatron.memory.activations import count_copied_slots
+from engines.weight_digest import DigestPlan
 from hardware.platform import Platform
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import DeviceSlot
+from rlworker.cluster.transport import BUCKET_BYTES, find_receivers
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
@@ -91,6 +93,25 @@ class WorkerGroup:
             values = [result.metrics[name] for result in results]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
         return metrics, schedule.restore([result.outputs for result in results if result.outputs])
+
+    def sync_weights(
+        self,
+        rollouts: Sequence[ActorHandle],
+        version: int,
+        plan: DigestPlan | None = None,
+        max_bytes: int = BUCKET_BYTES,
+    ) -> dict[str, int]:
+        """Send the weights to rollout workers as ``version``; those that are lost are left out.
+
+        Args:
+            max_bytes: most bytes of a bucket.
+
+        Returns:
+            tensor -> digest by ``plan``, from the rank that sends; empty without a plan.
+        """
+        while None in (sent := self.call(TrainWorker.sync_weights, find_receivers(rollouts), version, max_bytes, plan)):
+            pass
+        return next(filter(None, sent), {})
 
     def call_sharded(
         self,
