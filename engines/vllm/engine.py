@@ -1,7 +1,7 @@
 """The rollout engine: vLLM in this process and one for each of several devices, with weights replaced in place."""
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, cast
 
@@ -285,10 +285,8 @@ class VllmEngine:
             self._names, self._joiner = set(), PieceJoiner()
             self.llm.collective_rpc("begin_sync")
         elif not self._joiner:
-            raise ValueError(
-                f"weight sync: a bucket of version {version} came to an engine that has not got the first one; send "
-                "the update again from its first bucket"
-            )
+            text = f"weight sync: a bucket of version {version} came to an engine that has not got the first one; send "
+            raise ValueError(f"{text}the update again from its first bucket")
         if whole := cast(PieceJoiner, self._joiner).join(bucket):
             if self.config.tp == 1:
                 self.llm.collective_rpc("take_weights", args=(whole.tensors(),))
@@ -298,7 +296,7 @@ class VllmEngine:
             self._names |= {name for name, *_ in whole.entries}  # failed weights are then missing at the end
         if last:
             names, self._names, self._joiner = self._names, set(), None
-            self._end_update(version, names, "end_sync")
+            self._end_update(version, names, lambda: self.llm.collective_rpc("end_sync"))
 
     def begin_transfer(self, version: int) -> None:
         """Begin an update by vLLM's weight transfer, which drops an unfinished one.
@@ -310,11 +308,11 @@ class VllmEngine:
         self._joiner = None
         self.llm.collective_rpc("begin_transfer")
 
-    def transfer(self, step: str, info: dict[str, Any]) -> None:
-        """Take a step of vLLM's weight transfer: ``init_weight_transfer_engine`` joins a sender, and
-        ``update_weights`` receives weights of the update that has begun. RuntimeError tells what a worker raised."""
-        if failures := [text for text in self.llm.collective_rpc("transfer", args=(step, info)) if text]:
-            raise RuntimeError(f"weight sync: {step}: {failures[0]}")
+    def transfer(self, step: str, info: Any) -> None:
+        """Call ``init_weight_transfer_engine`` of vLLM's workers, which join a sender, or ``update_weights``, which
+        receive weights; RuntimeError tells what one raised."""
+        if failures := [text for text in self.llm.collective_rpc("attempt", args=(step, info)) if text]:
+            raise RuntimeError(failures[0])
 
     def end_transfer(self, version: int, checksums: Mapping[str, int]) -> None:
         """End an update by vLLM's weight transfer as the last bucket ends others.
@@ -323,9 +321,9 @@ class VllmEngine:
             checksums: HF name -> ``checksum`` of every tensor that was sent.
 
         Raises:
-            ValueError: weights were damaged or lost on the way, or are not exactly the model's.
+            RuntimeError: weights were damaged or lost on the way. ValueError: they are not exactly the model's.
         """
-        self._end_update(version, checksums.keys(), "end_transfer", checksums)
+        self._end_update(version, checksums.keys(), lambda: self.transfer("end_transfer", checksums))
 
     def _prepare_update(self, version: int) -> None:
         """Raise ValueError where ``version`` is not newer than the engine's."""
@@ -333,13 +331,13 @@ class VllmEngine:
             raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self._newest}")
         self._sleep.require("load_weights", "weights")
 
-    def _end_update(self, version: int, names: Set[str], method: str, *args: Any) -> None:
-        """End an update by a method of the workers, if the weights that came are exactly the model's."""
+    def _end_update(self, version: int, names: Set[str], end: Callable[[], Any]) -> None:
+        """End an update by ``end``, if the weights that came are exactly the model's."""
         expected = self.model.list_hf_names()
         if names != expected:
             missing, extra = (sorted(some)[:5] for some in (expected - names, names - expected))
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
-        self.llm.collective_rpc(method, args=args)
+        end()
         self._empty_caches()  # they hold results of older weights
         self.llm.llm_engine.engine_core.set_weight_version(str(version))
         self.version, self._newest, self._sleep.has_weights = version, version, True

@@ -65,13 +65,13 @@ class WeightSyncExtension:
         with self._loading():
             self.start_weight_update()
 
-    def transfer(self, step: str, info: dict[str, Any]) -> str:
-        """Take a step of vLLM's weight transfer, by the name of its method; returns the error, empty if none.
+    def attempt(self, method: str, *args: Any) -> str:
+        """Call a method of this worker, of vLLM's or of these; returns the error, empty if none.
 
         An error that several workers raise would leave vLLM with answers that it takes for those of its next call.
         """
         try:
-            getattr(self, step)(info)
+            getattr(self, method)(*args)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""

@@ -7,7 +7,7 @@ from tyro.conf import Positional
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
-from hardware.platforms import DEFAULT_PLATFORM, PlatformName
+from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
 from rlworker.checks.tiny_models import Tiny
 from rlworker.config.model_checks import check_engines
 
@@ -49,4 +49,5 @@ class CheckConfig:
 
     def check_model(self) -> ModelSpec:
         """Check the model with ``check_engines`` against both engines, and return its spec."""
+        self.rollout.find_weight_way(get_platform(self.platform), colocated=False)
         return check_engines(self.model, self.platform, self.actor, self.rollout)

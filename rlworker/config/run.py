@@ -178,6 +178,7 @@ class RunConfig(TrainingConfig):
         self.placement.check_roles(self.roles)
         if self.views_reference:
             self.placement.check_view()
+        self.rollout.find_weight_way(get_platform(self.platform), self.placement.colocate)
         if self.placement.colocate:
             self.placement.check_shared(self.rollout, self.models, self.actor.ranks)
         self.algorithm.check_beside(self.critic, self.rollout, self.limits, self.samples_per_prompt, self.distill)
