@@ -142,17 +142,6 @@ class VllmConfig(SamplingConfig):
         """Tell whether each device of an engine has some of the experts whole, and not a part of each."""
         return bool(self.vllm.get("enable_expert_parallel"))
 
-    def find_weight_way(self, platform: Platform, colocated: bool) -> str:
-        """Return the way of new weights to the engines; ValueError if the platform has none of that name."""
-        ways = platform.find_weight_ways(colocated)
-        if self.weight_transfer not in ("auto", *ways):
-            raise ValueError(
-                f"rollout: weight_transfer={self.weight_transfer!r} is no way of weights on platform "
-                f"{platform.name!r} {'with' if colocated else 'without'} placement.colocate, expected auto or one of "
-                f"{list(ways)}; change --rollout.weight-transfer"
-            )
-        return ways[0] if self.weight_transfer == "auto" else self.weight_transfer
-
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError if vLLM would refuse the model, or compute it in another way than the trainer."""
         self.check_cut(model)
@@ -227,3 +216,22 @@ class VllmConfig(SamplingConfig):
                 f"{self.max_model_len}, and this model's prompts are computed whole: a part of one could end within "
                 "an image; raise it, or lower --rollout.max-model-len"
             )
+
+
+def find_weight_way(config: VllmConfig, platform: Platform, colocated: bool) -> str:
+    """Return the way of new weights to the engines, of ``Platform.find_weight_ways``.
+
+    Args:
+        colocated: whether the engines share devices with the trainers.
+
+    Raises:
+        ValueError: the platform has no way of that name there.
+    """
+    ways = platform.find_weight_ways(colocated)
+    if config.weight_transfer not in ("auto", *ways):
+        raise ValueError(
+            f"rollout: weight_transfer={config.weight_transfer!r} is no way of weights on platform {platform.name!r} "
+            f"{'with' if colocated else 'without'} placement.colocate, expected auto or one of {list(ways)}; change "
+            "--rollout.weight-transfer"
+        )
+    return ways[0] if config.weight_transfer == "auto" else config.weight_transfer

@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from engines.batch.balance import split_by_budget
 from engines.batch.samples import Completion, Request
 from engines.config import VllmConfig
+from engines.config.rollout import find_weight_way
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.completions import cut_routes, read_completion, read_scores
@@ -108,7 +109,7 @@ class VllmEngine:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         sleeps = takes_turns and platform.can_sleep
         arguments = platform.rollout_settings | _make_settings(model, config, worker.name, sleeps)
-        self.weight_way = config.find_weight_way(platform, takes_turns)
+        self.weight_way = find_weight_way(config, platform, takes_turns)
         if self.weight_way != HOST:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=self.weight_way)
         self.llm = LLM(**(arguments | cast(dict[str, Any], config.vllm)))
@@ -299,11 +300,8 @@ class VllmEngine:
             self._end_update(version, names, lambda: self.llm.collective_rpc("end_sync"))
 
     def begin_transfer(self, version: int) -> None:
-        """Begin an update by vLLM's weight transfer, which drops an unfinished one.
-
-        Raises:
-            ValueError: the version is not newer than the engine's.
-        """
+        """Begin an update by vLLM's weight transfer, which drops an unfinished one; ValueError where the version is not
+        newer than the engine's."""
         self._prepare_update(version)
         self._joiner = None
         self.llm.collective_rpc("begin_transfer")
@@ -335,7 +333,7 @@ class VllmEngine:
         """End an update by ``end``, if the weights that came are exactly the model's."""
         expected = self.model.list_hf_names()
         if names != expected:
-            missing, extra = (sorted(some)[:5] for some in (expected - names, names - expected))
+            missing, extra = (sorted(x)[:5] for x in (expected - names, names - expected))
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         end()
         self._empty_caches()  # they hold results of older weights

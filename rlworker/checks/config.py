@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from tyro.conf import Positional
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.config.rollout import find_weight_way
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
@@ -49,5 +50,5 @@ class CheckConfig:
 
     def check_model(self) -> ModelSpec:
         """Check the model with ``check_engines`` against both engines, and return its spec."""
-        self.rollout.find_weight_way(get_platform(self.platform), colocated=False)
+        find_weight_way(self.rollout, get_platform(self.platform), colocated=False)
         return check_engines(self.model, self.platform, self.actor, self.rollout)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.config.rollout import find_weight_way
 from hardware.platforms import get_platform
 from rlworker.checks.tiny_models import (
     LARGE_WEIGHTS,
@@ -98,14 +99,14 @@ def test_a_report_names_what_was_approximate(tmp_path):
 )
 def test_weights_travel_by_the_ways_that_a_platform_has(platform, colocated, ways):
     found = [
-        replace(ROLLOUT, weight_transfer=way).find_weight_way(get_platform(platform), colocated)
+        find_weight_way(replace(ROLLOUT, weight_transfer=way), get_platform(platform), colocated)
         for way in ("auto", *ways)
     ]
     assert found == [ways[0], *ways]
     other = "nccl" if colocated else "ipc"
     named = f"weight_transfer='{other}' is no way of weights on platform '{platform}'.*--rollout.weight-transfer"
     with pytest.raises(ValueError, match=named):
-        replace(ROLLOUT, weight_transfer=other).find_weight_way(get_platform(platform), colocated)
+        find_weight_way(replace(ROLLOUT, weight_transfer=other), get_platform(platform), colocated)
 
 
 def test_a_way_that_a_run_cannot_take_is_refused_with_its_settings():
