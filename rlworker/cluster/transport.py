@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from hardware.platform import HOST, Platform
 from rlworker.cluster.process_state import is_lost
@@ -157,12 +157,14 @@ class _Client:
 
     Attributes:
         version: version of the weights. checksums: name -> ``checksum`` of each tensor sent in this update.
+        break_off: leaves the group of a transfer, from any thread, so that a sender that waits in it goes on.
     """
 
     def __init__(self, receivers: Sequence[Receiver], defers: bool):
         self._receivers, self._defers = receivers, defers
         self.version, self.checksums = 0, {}
         self.failure: Exception | None = None
+        self.break_off: Callable[[], None] | None = None
         self._calls: list[Any] = []
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -178,42 +180,53 @@ class _Client:
         self._call("begin_transfer", [(self.version,)] * len(self._receivers))
 
     def update_weights(self, update_info: Any) -> None:
-        self._call("transfer", [("update_weights", ray.put(update_info))] * len(self._receivers))
+        """Have all workers receive weights; the first that fails breaks off the transfer, on which the sender waits."""
+        self._call("transfer", [("update_weights", ray.put(update_info))] * len(self._receivers), self.break_off)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End the update. A worker that is lost here needs no repetition: whoever asks it next hears so."""
         with suppress(EnginesLostError):
             self._call("end_transfer", [(self.version, self.checksums)] * len(self._receivers))
 
-    def _call(self, method: str, arguments: Sequence[tuple]) -> None:
+    def _call(self, method: str, arguments: Sequence[tuple], break_off: Callable[[], None] | None = None) -> None:
         if self.failure:
             return
         calls = zip(self._receivers, arguments, strict=True)
         self._calls = [getattr(each.worker, method).remote(*args) for each, args in calls]
         try:
-            self.wait()
+            self.wait(break_off=break_off)
         except (EnginesLostError, RayError) as error:
             if not self._defers:
                 raise
             self.failure = error
 
-    def wait(self, limit_s: float | None = None) -> None:
-        """Wait for the open calls, and end workers that need longer than the limit.
+    def wait(self, limit_s: float | None = None, break_off: Callable[[], None] | None = None) -> None:
+        """Wait for the open calls, and end workers if none of them answers within the limit.
+
+        Args:
+            break_off: is called at a failure; the other workers then have ``_SETTLE_S`` to answer.
 
         Raises:
             EnginesLostError: a worker is lost. RayError: the first error of another kind.
         """
-        lost, failure = None, None
-        for receiver, call in zip(self._receivers, self._calls, strict=False):
-            try:
-                ray.get(call, timeout=limit_s)
-            except GetTimeoutError as error:
-                ray.kill(receiver.worker)
-                lost = error
-            except RayError as error:
-                lost, failure = (error, failure) if is_lost(error) else (lost, failure or error)
+        lost, failure, left = False, None, dict(zip(self._calls, self._receivers, strict=False))
+        while left:
+            answered, _ = ray.wait(list(left), timeout=limit_s)
+            for call in answered or list(left):
+                receiver = left.pop(call)
+                if not answered:
+                    ray.kill(receiver.worker)
+                    lost = True
+                    continue
+                try:
+                    ray.get(call)
+                except RayError as error:
+                    lost, failure = lost or is_lost(error), failure or error
+                    if break_off:
+                        break_off()
+                        limit_s = _SETTLE_S
         if lost:
-            raise EnginesLostError(str(lost)) from lost
+            raise EnginesLostError("rollout workers were lost in an update")
         if failure:
             raise failure
 
@@ -304,6 +317,7 @@ class WeightSender:
         info = self._platform.make_trainer_info(way, rank, world_size, address, BUCKET_BYTES, largest)
         self._client = _Client(receivers, way in self._platform.ways_from_all_ranks)
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+        self._client.break_off = self._engine.shutdown
         self._receivers = receivers
 
     def _give_up(self, error: Exception) -> bool:
