@@ -38,6 +38,6 @@ class ExportedWeights(WeightSource):
             yield name, tensor
 
     def drain(self) -> None:
-        """Go through what is left of the weights, where the other ranks are still to meet this one."""
+        """Go through the rest of the weights, in which the other ranks are still to meet this one."""
         for _ in self._export() if self._weights is None else self._weights:
             pass

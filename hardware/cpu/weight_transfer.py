@@ -90,7 +90,7 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         """Make the engine of a rank; the sender waits until every vLLM worker has joined its group.
 
         Raises:
-            Exception: what ``client`` raised when it asked the workers to join.
+            Exception: the error that ``client`` raised when it asked the workers to join.
         """
         assert source is not None
         size = init_info.packed_buffer_size_bytes

@@ -1,10 +1,10 @@
-"""The first day of a card: every check and a few runs, and one JSON that says what held there.
+"""The first day of a card: every check and a few runs, with their outcomes and figures in one JSON.
 
     bash scripts/gpu_day.sh --json day.json      installs, and runs this
     python -m recipes.common.first_day --platform cuda-emulated --json day.json
 
-On an emulated platform the same programs run on a CPU, and each line says so. What the machine cannot run, such as CUDA
-graphs on a CPU, is no line: ``not_run`` tells why.
+On an emulated platform the same programs run on a CPU, and each line says so. Runs that the machine cannot make, for
+instance with CUDA graphs on a CPU, are no lines: ``not_run`` has the reason of each.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Line:
     """One thing that ran.
 
     Attributes:
-        name: what ran. outcome: "ok" or "FAILED". evidence: level of proof, executed or emulated.
+        name: the run or check. outcome: "ok" or "FAILED". evidence: level of proof, executed or emulated.
         text: the result in words. seconds: duration. figures: measured numbers by name.
     """
 
@@ -78,7 +78,7 @@ def plan_runs(platform: Platform, devices: int) -> tuple[dict[str, list[str]], d
                 runs[name] = [*options, "--rollout.weight-transfer", way]
     for way in {way for name in PLATFORMS for way in get_platform(name).ways_from_all_ranks}:
         if not any(name.endswith(f" {way}") for name in (*runs, *not_run)):
-            not_run[f"grpo, colocated, weights by {way}"] = f"platform {platform.name} has no such way"
+            not_run[f"grpo, colocated, weights by {way}"] = f"platform {platform.name} does not have this way"
     return runs, not_run
 
 
@@ -162,7 +162,7 @@ def _to_file_name(name: str) -> str:
 
 
 def _judge(done: subprocess.CompletedProcess[str], rows: Sequence[dict]) -> tuple[bool, str]:
-    """Tell whether a program ended well, and in words what it found: its rows, or its last line."""
+    """Tell whether a program ended well, and count its rows or quote its last line."""
     failed = [f"{row['check']} {row['where']}: {row['text']}" for row in rows if row["outcome"] == "FAILED"]
     last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
     text = f"{len(rows) - len(failed)} of {len(rows)} lines passed" if rows else last
@@ -186,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="steps of each run")
     parser.add_argument("--parts", default="", help="parts of the device check, as its --only; empty takes all")
     parser.add_argument("--only", default="", help="run the lines whose names contain this text")
-    parser.add_argument("--installed", default="", help="profile and seconds of the installation, such as cpu:90")
+    parser.add_argument("--installed", default="", help="profile and seconds of the installation, like cpu:90")
     parser.add_argument("--folder", type=Path, default=Path("runs/first_day"), help="for logs, rows and runs")
     parser.add_argument("--json", type=Path, default=Path("first_day.json"), help="file for the report")
     return parser.parse_args()

@@ -31,7 +31,7 @@ BUCKET_BYTES = 64 * 2**20
 """Most bytes of a bucket, in which weights travel to the rollout engines. At most two buckets are on their way at a
 time."""
 _SETTLE_S = 30.0
-"""Seconds in which rollout workers must notice that their sender has given up an update; later ones are ended."""
+"""Seconds in which rollout workers must notice that their sender has given up an update; later workers are ended."""
 
 
 @dataclass(frozen=True)
