@@ -304,10 +304,7 @@ class MegatronEngine:
         """Yield ``(HF name, full tensor)`` on the first replica's leader. Collective: run it to its end on all ranks.
 
         Only the first replica works, and the ranks that have parts of experts which it has not: the others hold the
-        same weights. None of these yields anything.
-
-        Args:
-            everywhere: yield all weights on every rank.
+        same weights. None of these yields anything. With ``everywhere`` all ranks yield all weights.
         """
         self.offload_manager.require("export_weights", "weights")
         only_helps = not everywhere and bool(self.dp_rank or mpu.get_context_parallel_rank())
