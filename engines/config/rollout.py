@@ -95,8 +95,8 @@ class VllmConfig(SamplingConfig):
     attention_override: tuple[str, ...] = ()
     """Refused cells of the rollouts' capability table to use all the same, as backend/rule."""
     weight_transfer: str = "auto"
-    """Way of new weights to the engines: host takes Ray; nccl, ipc and gloo are backends of vLLM's weight transfer. ipc
-    goes with placement.colocate, nccl without, gloo on a CPU. The default auto takes the platform's."""
+    """Way of new weights to the engines: auto takes the platform's, host takes Ray. Backends of vLLM's weight transfer
+    are nccl, ipc with placement.colocate, and gloo on a CPU."""
     replay_routes: bool = False
     """Give the trainer the experts of every token, so that it computes a mixture by the sampler's choices."""
     vllm: PassThrough = field(default_factory=dict)
