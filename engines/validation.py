@@ -2,6 +2,7 @@
 
 import json
 import operator
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -132,3 +133,21 @@ def read_object(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"model: {path} must hold a JSON object, got {type(content).__name__}; save the model again")
     return content
+
+
+def parse_steps(name: str, text: str, steps: int) -> range:
+    """Parse ``A:B`` of the setting ``name`` to the range of steps from A to B; an empty text gives an empty range.
+
+    Raises:
+        ValueError: the text is not two whole numbers with 1 <= A <= B <= ``steps``.
+    """
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise ValueError(
+            f"config: {name}={text!r} must name a first and a last step A:B, from 1 to steps={steps} and A at most B; "
+            f"set {option('config', name)}, such as 2:3"
+        )
+    return range(first, last + 1)

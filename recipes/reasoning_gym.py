@@ -2,6 +2,7 @@
 
     python -m recipes.reasoning_gym --model FOLDER                              sums of two terms
     python -m recipes.reasoning_gym --model FOLDER --task gcd --difficulty max_value=60
+    python -m recipes.reasoning_gym --model FOLDER --shots 3 --shot-answer "It is {answer}." --data.instruction ""
 
 ``bash scripts/setup.sh reasoning`` installs the package. Questions are drawn by its generators, answers scored by the
 task's own ``score_answer``. Held-out questions come from another seed. The sizes are those of a model of 135 million
@@ -57,6 +58,11 @@ class ReasoningConfig(RunConfig):
     """Questions drawn to learn from, less those that are held out."""
     heldout_rows: Annotated[int, Ge(1), Le(MOST_ROWS)] = 200
     """Questions drawn from another seed, never trained on."""
+    shots: Annotated[int, Ge(0), Le(64)] = 0
+    """Answered questions that stand before every question, as earlier turns of the chat. The model takes their form of
+    an answer, so that no form is left to learn."""
+    shot_answer: str = "{answer}"
+    """The text of an answer in these turns; {answer} stands for the answer itself."""
     shuffle_rewards: bool = False
     """Control: hand out the same rewards, or distributions of a teacher, at random. The model must then not get
     better."""
@@ -113,33 +119,53 @@ def make_dataset(task: str, difficulty: dict[str, Any], seed: int, size: int):
         raise ValueError(f"task {task!r} with {difficulty}: {error}; the tasks are {names}") from None
 
 
+def make_turns(config: ReasoningConfig, difficulty: dict[str, Any], seed: int) -> list[dict[str, str]]:
+    """Make the messages that stand before every question: questions and their answers, by turns."""
+    if "{answer}" not in config.shot_answer:
+        raise ValueError(f"shot_answer: {config.shot_answer!r} has no {{answer}}; write 'The answer is {{answer}}.'")
+    shown = make_dataset(config.task, difficulty, seed, config.shots) if config.shots else ()
+    return [
+        message
+        for entry in shown
+        for message in (
+            {"role": "user", "content": entry["question"]},
+            {"role": "assistant", "content": config.shot_answer.replace("{answer}", str(entry["answer"]))},
+        )
+    ]
+
+
 def write_rows(config: ReasoningConfig) -> ReasoningConfig:
     """Write the rows of the run beside its folder; returns the settings that name their files.
 
-    A question that is held out is no row to learn from, wherever else the generator draws it. A file that is there
-    was written for the same run, and stays as it is.
+    A question that is held out, or shown with its answer, is no row to learn from, wherever else the generator draws
+    it. A file that is there was written for the same run, and stays as it is.
 
     Raises:
         ValueError: there are rows of another task, difficulty or seed, or none is left to learn from.
     """
     difficulty = parse_difficulty(config.difficulty or EASY.get(config.task, ()))
-    folder, heldout = Path(f"{config.run_dir}_data"), set[str]()
-    files, first = {}, config.seed * 2 * MOST_ROWS
+    folder, first = Path(f"{config.run_dir}_data"), config.seed * 2 * MOST_ROWS
     # A generator draws row i from the seed plus i, so that neighbouring seeds share their rows.
+    turns = make_turns(config, difficulty, first + MOST_ROWS + config.heldout_rows)
+    files, taken = {}, {message["content"] for message in turns}
     for name, seed, size in (
         ("heldout", first + MOST_ROWS, config.heldout_rows),
         ("train", first, config.train_rows),
     ):
         draw = {"task": config.task, "difficulty": difficulty, "seed": seed, "size": size}
-        entries = enumerate(make_dataset(**draw))
-        rows = [
-            {"prompt": entry["question"], "answer": str(entry["answer"]), "draw": draw, "index": index}
-            for index, entry in entries
-            if entry["question"] not in heldout
-        ]
-        if not rows:
+        entries = [(index, entry) for index, entry in enumerate(make_dataset(**draw)) if entry["question"] not in taken]
+        if not entries:
             raise ValueError(f"task {config.task!r}: every question is held out; raise --train-rows or the difficulty")
-        heldout |= {row["prompt"] for row in rows}
+        taken |= {entry["question"] for _, entry in entries}
+        rows = [
+            {
+                "prompt": [*turns, {"role": "user", "content": entry["question"]}] if turns else entry["question"],
+                "answer": str(entry["answer"]),
+                "draw": draw,
+                "index": index,
+            }
+            for index, entry in entries
+        ]
         text, path = "".join(json.dumps(row) + "\n" for row in rows), folder / f"{name}.jsonl"
         if path.exists() and path.read_text() != text:
             raise ValueError(f"{path} has rows of another task, difficulty or seed; choose another --run-dir")

@@ -6,9 +6,11 @@ import json
 import runpy
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import tyro
 from tyro.conf import Positional
@@ -17,6 +19,9 @@ from engines.models.hub import find_model
 from rlworker.checks.config import CheckConfig
 from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
+
+if TYPE_CHECKING:
+    from rlworker.checks.trainer import Finding
 
 
 def report(run: Positional[Path]) -> None:
@@ -49,23 +54,17 @@ def check(config: CheckConfig) -> None:
         config: Settings of the check.
     """
     from rlworker.checks.check import run_check
-    from rlworker.checks.device.report import format_table
     from rlworker.checks.self_test import run_self_test
     from rlworker.checks.tiny_models import make_tiny_model
 
     with TemporaryDirectory(prefix="rlworker-check-") as folder:
-        start = time.monotonic()
-        tell = lambda line: print(f"{time.monotonic() - start:6.0f} s  {line}", file=sys.stderr, flush=True)  # noqa: E731
+        tell = _make_teller()
         if config.self_test:
             findings = run_self_test(replace(config, self_test=False), folder, tell)
         else:
             model = find_model(config.model) or make_tiny_model(folder, config.tiny)
             findings = run_check(replace(config, model=model, tiny="qwen2"), tell)
-    if config.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
-        print(format_table(findings))
-    sys.exit(any(finding.outcome == "FAILED" for finding in findings))
+    _print_findings(findings, config.json)
 
 
 def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
@@ -74,18 +73,21 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     Exit status 1 where it does not fit.
 
     Args:
-        arguments: RECIPE [--memory-gb N] [--run-shapes [RANK ...]] [its settings], like recipes.grpo --model FOLDER
-            --actor.ranks 2. RECIPE is a module's name, or a file's path like ./own.py. --run-shapes runs trainer ranks
-            without their machine: the first of the first, a middle and the last stage, and the last, or those named.
+        arguments: RECIPE [--memory-gb N] [--forecast MACHINE] [--run-shapes [RANK ...]] [its settings], like
+            recipes.grpo --model FOLDER --actor.ranks 2. RECIPE is a module's name, or a file's path like ./own.py.
+            --forecast tells the seconds of a step on h100, h200, b200, 910b, 910c or cpu. --run-shapes runs trainer
+            ranks without their machine: the first of the first, a middle and the last stage, and the last, or those
+            named.
     """
-    from rlworker.checks.plan import plan_recipe
+    from rlworker.checks.plan.recipe import plan_recipe
 
     parser = argparse.ArgumentParser("rlworker plan", add_help=False)
     parser.add_argument("recipe")
     parser.add_argument("--memory-gb", type=float, default=0.0)
+    parser.add_argument("--forecast", default="", metavar="MACHINE")
     parser.add_argument("--run-shapes", type=int, nargs="*")
     options, settings = parser.parse_known_args(arguments)
-    text, fits = plan_recipe(options.recipe, settings, options.memory_gb, options.run_shapes)
+    text, fits = plan_recipe(options.recipe, settings, options.memory_gb, options.run_shapes, options.forecast)
     print(text)
     sys.exit(not fits)
 
@@ -120,13 +122,44 @@ def evaluate(arguments: Positional[tuple[str, ...]] = ()) -> None:
         runpy.run_module(recipe, run_name="__main__", alter_sys=True)
 
 
+def replay(arguments: Positional[tuple[str, ...]] = ()) -> None:
+    """Compute a kept step anew, here or on another machine, and name the first place that differs beyond rounding.
+
+    Exit status 1 where one does.
+
+    Args:
+        arguments: CAPSULE [settings], like runs/mine/capsules/step_3 --platform cpu --actor.tp 1. Settings that are
+            left out are the capsule's.
+    """
+    from rlworker.tracking.capsule import replay as command
+
+    default = command.make_default_config(arguments[0]) if arguments else command.ReplayConfig()
+    config = parse_config(default, (replay.__doc__ or "").partition("\n")[0], arguments, "rlworker replay")
+    _print_findings(command.run_replay(config, _make_teller()), config.json)
+
+
+def _make_teller() -> Callable[[str], None]:
+    """Return a function that prints a line with the seconds since now."""
+    start = time.monotonic()
+    return lambda line: print(f"{time.monotonic() - start:6.0f} s  {line}", file=sys.stderr, flush=True)
+
+
+def _print_findings(findings: "Sequence[Finding]", as_json: bool) -> None:
+    """Print findings as a table or as JSON, and end the program with status 1 where one of them failed."""
+    from rlworker.checks.device.report import format_table
+
+    print(json.dumps([asdict(finding) for finding in findings], indent=1) if as_json else format_table(findings))
+    sys.exit(any(finding.outcome == "FAILED" for finding in findings))
+
+
 def main() -> None:
     """Run the command line."""
-    commands = {"check": check, "compare": compare, "evaluate": evaluate, "plan": plan, "report": report}
+    commands = {"check": check, "compare": compare, "evaluate": evaluate, "plan": plan, "replay": replay}
+    commands["report"] = report
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     try:
-        if command in ("evaluate", "plan") and not {"-h", "--help"} & set(arguments[:1]):
-            commands[command](tuple(arguments))  # its settings are those of the recipe that it names
+        if command in ("evaluate", "plan", "replay") and not {"-h", "--help"} & set(arguments[:1]):
+            commands[command](tuple(arguments))  # its settings are those of what it names first
             return
         if command == "check":
             check(parse_config(CheckConfig(), (check.__doc__ or "").partition("\n")[0], arguments, "rlworker check"))

@@ -91,7 +91,8 @@ if [ $profile = npu ] && ! "$venv" -c 'import torch' 2>/dev/null; then
 fi
 packages=$("$venv" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp requirements/rlworker_torchvision.py "$packages" && echo "import rlworker_torchvision" >"$packages/rlworker_torchvision.pth"
-install --no-deps --no-build-isolation -e . || fail "installing this project failed (see above)"
+# By a path, not by a finder: else programs in tests/ would import tests/engines as the package engines.
+install --no-deps --no-build-isolation --config-settings editable_mode=compat -e . || fail "installing this project failed (see above)"
 
 "$venv" -W ignore - $profile <<'PY' || fail "a component does not import (see above); remove $folder and run this again"
 import importlib, logging, os, sys

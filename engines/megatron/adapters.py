@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.batch.shard import Outputs, Shard
 from engines.config import MegatronConfig
 from engines.interfaces import OffloadPart
-from engines.megatron.memory.activations import FROZEN_LOGITS
+from engines.megatron.memory.activations import FROZEN_PARTS
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
 from engines.models.adapter_folder import WEIGHTS, save_adapter_folder
 from engines.models.adapters import ExpertAdapter, draw_start, name_in_peft
@@ -89,7 +89,7 @@ class Adapters:
         Returns:
             arguments ``at_once`` and ``keep_logits`` of ``score_tokens``.
         """
-        return {"at_once": min(most, FROZEN_LOGITS), "keep_logits": tokens * self._columns <= most}
+        return {"at_once": most // FROZEN_PARTS, "keep_logits": tokens * self._columns <= most}
 
     @torch.no_grad()
     def fill(self, values: Mapping[str, Tensor]) -> None:

@@ -291,21 +291,26 @@ class ModelSpec(DecoderSizes):
         Args:
             lengths: tokens of each sequence. computed_tokens: in all, where sequences share their beginnings.
         """
-        lookup = 0 if self.tied else self.vocab * self.hidden
-        named = (w for w in self.weights.values() if w.part in ("language", "router") and not w.is_buffer)
-        # A token is multiplied by the weights of its own experts alone.
-        used = self.experts.chosen / self.experts.count if self.experts else 1
-        weights = -lookup + sum(
-            math.prod(shape) * (used if "ep" in weight.cut.values() else 1)
-            for weight in named
-            for shape in weight.tensors.values()
-        )
+        weights = sum(self.count_used_weights())
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
         pairs = sum(length**2 for length in lengths) / 2
         attending = sum(not kind.options.delta for kind in self.kinds)
         nets = (kind.options.delta for kind in self.kinds if kind.options.delta)
         states = sum(net.key_heads * net.ratio * net.key_dim * net.value_dim for net in nets)  # entries of all layers
         return 6.0 * (weights + 3 * states) * tokens + 12.0 * attending * self.heads * self.head_dim * pairs
+
+    def count_used_weights(self) -> tuple[float, float]:
+        """Count the weights of the language model by which a token is multiplied: those of its layers, of experts its
+        own alone, and those of its head."""
+        named = (w for w in self.weights.values() if w.part in ("language", "router") and not w.is_buffer)
+        used = self.experts.chosen / self.experts.count if self.experts else 1
+        weights = sum(
+            math.prod(shape) * (used if "ep" in weight.cut.values() else 1)
+            for weight in named
+            for shape in weight.tensors.values()
+        )
+        lookup, head = self.vocab * self.hidden, self.hidden * (1 if self.head == "value" else self.vocab)
+        return weights - lookup - (0 if self.tied else head), head
 
     @cached_property
     def _hf_shapes(self) -> dict[str, tuple[int, ...]]:

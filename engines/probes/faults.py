@@ -13,7 +13,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from engines.models.spec import ModelSpec
-from engines.probes import adapter_faults, expert_faults, form_faults, sharing_faults, sync_faults
+from engines.probes.planted import adapter_faults, expert_faults, form_faults, sharing_faults, sync_faults
 from hardware.attention.cell import Patch
 from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.platform import Platform

@@ -5,22 +5,23 @@ It rests on parts of torch that are private and may change: ``_setup_privateuseo
 torch 2.13.0 and megatron-core 0.16.1. A process that has the device keeps it, so it is of no other use.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from hardware.megatron.shims import Runtime
 from hardware.platform import KernelMemory
+from hardware.shapes.calls import Call, describe_call
 from hardware.shapes.kernels import count_inside, fuse_norms
 from hardware.shapes.live_bytes import LiveBytes
 
@@ -60,15 +61,14 @@ class ShapeMode(TorchDispatchMode):
     Attributes:
         live: bytes on the device. on_host: context in which tensors of the host have no numbers either, such as those
             of a file that is not there. operators: number of operators there.
-        collectives: name of a collective or message and ranks of its group -> number of calls. sent: the same -> bytes
-            of the largest tensor of each call, in all.
+        flops: of matrix products, convolutions and attention there, as torch's FlopCounterMode counts them.
+        calls: collectives and messages, in their order.
     """
 
     def __init__(self, device: torch.device, memory: KernelMemory):
         super().__init__()
         self.device, self.live, self.operators = device, LiveBytes(device), 0
-        self.collectives: Counter[tuple[str, int]] = Counter()
-        self.sent: Counter[tuple[str, int]] = Counter()
+        self.flops, self.calls = 0, list[Call]()
         self._memory, self._given = memory, deque[int]()
         self.on_host = _Fakes(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._library = fuse_norms() if memory.fuses_norms else None
@@ -111,6 +111,8 @@ class ShapeMode(TorchDispatchMode):
         self.operators += 1
         with self.on_host:
             found = operator(*args, **kwargs)
+        if count := flop_registry.get(operator.overloadpacket):
+            self.flops += count(*args, **kwargs, out_val=found)
         self.live.add(found, count_inside(operator, args, self._memory))
         return found
 
@@ -123,13 +125,6 @@ class ShapeMode(TorchDispatchMode):
 
     def _communicate(self, operator: Any, args: tuple) -> Any:
         """Note a collective or a message, and return what its operator does; it is over at once."""
-        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-        groups = (each for each in args if isinstance(each, torch.ScriptObject))
-        key = (
-            operator.overloadpacket.__name__.rstrip("_"),
-            next(dist.ProcessGroup.unbox(each).size() for each in groups),
-        )
-        self.collectives[key] += 1
-        self.sent[key] += max((each.nbytes for each in tensors), default=0)
+        self.calls.append(describe_call(operator, args))
         work = FakeWork().boxed()
         return work if len(operator._schema.returns) == 1 else (args[0], work)

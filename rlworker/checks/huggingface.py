@@ -24,6 +24,7 @@ from engines.images.video import Video
 from engines.interfaces import LossFn
 from engines.models.adapters import ExpertAdapter, name_in_peft
 from engines.models.spec import ModelSpec
+from rlworker.checks.tiny_states import hiding_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -244,6 +245,7 @@ def computing_in_double() -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
+@hiding_kernels()
 def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """Load transformers' model from a folder, with eager attention, which forms every weight ``[b, h, s, s]``, and
     experts one after another."""

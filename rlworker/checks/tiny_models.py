@@ -8,7 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlworker.checks.tiny_states import PARTLY_TURNED, STATE_MODELS, STATES, align_states, spell_spaces_as_bytes
+from rlworker.checks.tiny_states import PARTLY_TURNED, STATE_MODELS, STATES, build_model, spell_spaces_as_bytes
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
@@ -113,7 +113,7 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
     _seed(0)
     settings = _LANGUAGE | LARGE_WEIGHTS | settings
     config = AutoConfig.for_model(family, vocab_size=vocab, tie_word_embeddings=tied, **settings)
-    return save_apart(align_states(AutoModelForCausalLM.from_config(config)), folder)
+    return save_apart(build_model(AutoModelForCausalLM, config), folder)
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:
@@ -184,7 +184,7 @@ def make_tiny_vlm(
         video_token_id=video,
         tie_word_embeddings=tied,
     )
-    saved = save_apart(align_states(AutoModelForImageTextToText.from_config(config)), folder, apart)
+    saved = save_apart(build_model(AutoModelForImageTextToText, config), folder, apart)
     _name_as_released(saved, family)
     tokenizer.save_pretrained(folder)
     if family == "qwen3_5":

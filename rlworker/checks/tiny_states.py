@@ -1,13 +1,16 @@
-"""Make tiny models of random weights well conditioned where their layers have a state."""
+"""Models of transformers whose layers have a state: computed in torch alone; well conditioned where they are tiny."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # as where tiny models are made
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 STATES: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
@@ -25,14 +28,35 @@ STATE_MODELS: dict[str, dict[str, Any]] = {
 """HuggingFace model_type of each family with a state -> settings of a tiny model that differ from other families'."""
 
 
-def align_states(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a token's query be like its key in layers with a state, as in trained models, and return the model.
+@contextmanager
+def hiding_kernels() -> Iterator[None]:
+    """Hide FLA and causal-conv1d from transformers in this context, in which it imports a model.
+
+    It would compute layers with a state by their kernels, which take neither a CPU's tensors nor float64.
+    """
+    names = ("fla", "causal_conv1d")
+    there = {name: sys.modules[name] for name in names if name in sys.modules}
+    hidden: Any = dict.fromkeys(names)  # None lets an import fail
+    sys.modules.update(hidden)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(there)
+
+
+def build_model(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """Build a model of random weights by one of transformers' Auto classes. In its layers with a state a token's query
+    is like its key, as in trained models.
 
     What is read of a state is normed: where a query finds almost nothing, rounding would become an output. Some heads
     remember long, so that a state that is not reset shows.
     """
     import torch
 
+    with hiding_kernels():
+        model = auto.from_config(config)
     nets: list[Any] = [part for part in model.modules() if hasattr(part, "A_log")]
     with torch.no_grad():
         embedding: Any = model.get_input_embeddings().weight

@@ -29,6 +29,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
+StepObserver = Callable[[TrainBatch, LossFn, float, Schedule], Callable[[dict[str, float], Outputs], None]]
+"""``observer(batch, loss, denominator, schedule)``, called before an optimizer step; what it returns is called after
+it, with metrics and outputs."""
 SHARD_BYTES = 4 * 2**30
 """Most bytes of a file of a saved HuggingFace model."""
 
@@ -45,6 +48,7 @@ class WorkerGroup:
     def __init__(self, role: Role, platform: Platform, workers: list, places: list[dict]):
         self.role, self.name, self.platform, self.workers, self.places = role, role.name, platform, workers, places
         self.dp_size = 1 + max(place["dp_rank"] for place in places)
+        self.observer: StepObserver | None = None
 
     def call(
         self, method: Callable[Concatenate[TrainWorker, str, P], R], *args: P.args, **keywords: P.kwargs
@@ -68,7 +72,7 @@ class WorkerGroup:
             raw: whether to take the logits as they are, at temperature 1 and with no token banned.
         """
         batch = self._drop_unread(batch)
-        schedule = self._plan_shards(batch)
+        schedule = self.plan_shards(batch)
         parts = self.call_sharded(TrainWorker.forward, schedule.shards(batch), raw)
         return schedule.restore([outputs for outputs in parts if outputs])
 
@@ -84,7 +88,8 @@ class WorkerGroup:
         """
         _check_weights(batch)
         batch = self._drop_unread(batch)
-        schedule = self._plan_shards(batch)
+        schedule = self.plan_shards(batch)
+        note_result = self.observer(batch, loss, denominator, schedule) if self.observer else None
         results = self.call_sharded(TrainWorker.train_step, schedule.shards(batch), loss, denominator)
         metrics, tokens = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}, float(batch.mask.sum())
         metrics["prompt_sharing"] = batch.num_tokens / schedule.count_computed()
@@ -92,7 +97,10 @@ class WorkerGroup:
         for name in results[0].metrics:
             values = [result.metrics[name] for result in results]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
-        return metrics, schedule.restore([result.outputs for result in results if result.outputs])
+        outputs = schedule.restore([result.outputs for result in results if result.outputs])
+        if note_result:
+            note_result(metrics, outputs)
+        return metrics, outputs
 
     def sync_weights(
         self,
@@ -147,7 +155,8 @@ class WorkerGroup:
         unread = dict.fromkeys(("rollout_top_ids", "rollout_top_logprobs", "old_top_logprobs", "ref_top_logprobs"))
         return replace(batch, **unread)
 
-    def _plan_shards(self, batch: TrainBatch) -> Schedule:
+    def plan_shards(self, batch: TrainBatch) -> Schedule:
+        """Plan which rank computes which sequences of a batch."""
         config, most = self.role.config, self.platform.max_pack_sequences
         model, whole_images = self.role.model, any(rule.images for rule in self.role.model.rules)
         found = find_beginnings(batch, config, self.platform, whole_images)

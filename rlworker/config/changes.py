@@ -15,7 +15,7 @@ Changes = dict[str, tuple[Any, Any]]
 _MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets", "sources", "buckets", "teachers")
 """Settings whose value is a mapping."""
 _OF_EACH_START = {"resume", "run_dir", "evaluate"}
-_MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps"}
+_MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps", "capsule_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
 _MAY_CHANGE |= {"curriculum.pass_rates", "curriculum.advance_at", "distill.top_k"}
 _MAY_CHANGE_IN = ("actor.", "rollout.", "algorithm.", "critic.", "environment.")

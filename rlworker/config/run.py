@@ -1,6 +1,5 @@
 """Settings of a run. Every value is checked before Ray, Megatron or vLLM starts."""
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, Self
 
@@ -10,7 +9,7 @@ from engines.config import MegatronConfig, ServedModelConfig, VllmConfig
 from engines.config.rollout import find_weight_way
 from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
-from engines.validation import check_types, option
+from engines.validation import check_types, option, parse_steps
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
 from rlworker.config.algorithm import TEACHER, AlgorithmConfig, DistillConfig, Importance
 from rlworker.config.model_checks import check_engines
@@ -42,24 +41,6 @@ def set_decay(engine: MegatronConfig, optimizer_steps: int) -> MegatronConfig:
     return replace(engine, optimizer=replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or whole))
 
 
-def parse_steps(text: str, steps: int) -> range:
-    """Parse ``A:B`` to the range of steps from A to B; an empty text gives an empty range.
-
-    Raises:
-        ValueError: the text is not two whole numbers with 1 <= A <= B <= ``steps``.
-    """
-    if not text:
-        return range(0)
-    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= first <= last <= steps:
-        raise ValueError(
-            f"config: profile_steps={text!r} must name a first and a last step A:B, from 1 to steps={steps} and A at "
-            "most B; set --profile-steps, such as 2:3"
-        )
-    return range(first, last + 1)
-
-
 @dataclass(frozen=True)
 class TrainingConfig:
     """Settings of every run that trains."""
@@ -88,6 +69,8 @@ class TrainingConfig:
     run_dir without a run begins one."""
     profile_steps: str = ""
     """Steps A:B to profile, from A to B; traces of every engine and phase go to run_dir/profile. Empty takes none."""
+    capsule_steps: str = ""
+    """Steps A:B to keep in run_dir/capsules, each with the checkpoint before it, for rlworker replay."""
     trackers: tuple[TrackerName, ...] = ()
     """Experiment trackers that get the metrics beside metrics.jsonl. They write into run_dir and stay offline, unless
     variables of the tracker, such as WANDB_MODE, say otherwise."""
@@ -96,12 +79,17 @@ class TrainingConfig:
 
     def __post_init__(self):
         check_types("config", self)
-        parse_steps(self.profile_steps, self.steps)
+        _ = self.profiled_steps, self.capsuled_steps  # refused here where they are no steps
 
     @property
     def profiled_steps(self) -> range:
         """The steps to profile."""
-        return parse_steps(self.profile_steps, self.steps)
+        return parse_steps("profile_steps", self.profile_steps, self.steps)
+
+    @property
+    def capsuled_steps(self) -> range:
+        """The steps to keep as capsules."""
+        return parse_steps("capsule_steps", self.capsule_steps, self.steps)
 
     def choose_metric(self) -> str:
         """Choose the metric by which checkpoints are compared; ValueError if there is no metric of that name."""

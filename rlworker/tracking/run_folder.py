@@ -263,9 +263,10 @@ class RunFolder:
         return max(((f, s) for f, s in states if s is not None), key=lambda pair: score.sign * pair[1], default=None)
 
     def prune(self, newest: int, best: Path | None) -> None:
-        """Remove all checkpoints except the ``newest`` so many and ``best``; ``newest`` 0 removes none."""
+        """Remove all checkpoints but the ``newest`` so many (0: all), ``best``, and those at which capsules begin."""
         for folder in self.list_checkpoints()[: -newest or None] if newest else []:
-            if folder != best:
+            begins = self.path / "capsules" / f"step_{int(folder.name[5:]) + 1}"
+            if folder != best and not begins.exists():
                 going = folder.with_name(f".{folder.name}.older")  # at once: half a checkpoint must not look whole
                 os.replace(folder, going)
                 shutil.rmtree(going)

@@ -24,6 +24,7 @@ from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.errors import NothingScored, RunError
+from rlworker.tracking.capsule.record import keeping_capsule
 from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import HELDOUT, RunLog, StepClock, is_due, read_metrics
 from rlworker.tracking.report.page import format_report
@@ -84,10 +85,9 @@ class Run(Generic[Config]):
         self.folder = folder or RunFolder(config.run_dir)
         self.folder.check(config)
         check_trackers(config.trackers)
-        self.steps_done = 0
+        self.steps_done, self.running = 0, ExitStack()
         self.skipped: dict[str, int] = {}
         self.start_seconds: dict[str, float] = {}
-        self.running = ExitStack()
         self.processes: list[Rollouts | StartingGroup | ProcessPool] = []
         self.outages = Outages(config.recovery.restarts, self.folder.path)
 
@@ -265,7 +265,8 @@ class Run(Generic[Config]):
         while self.steps_done < config.steps and not self.stop_request.signal and not self._has_stalled(metrics):
             self.stop_request.in_hand = f"step {self.steps_done + 1}"
             try:
-                metrics, samples = self.step()
+                with keeping_capsule(self, metrics):
+                    metrics, samples = self.step()
             except NothingScored:
                 self.save(metrics)
                 raise

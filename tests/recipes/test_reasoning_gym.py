@@ -48,6 +48,24 @@ def test_rows_are_scored_as_their_task_does_and_none_is_held_out_and_learned(tmp
 
 
 @pytest.mark.large
+def test_answered_questions_stand_before_every_question_and_are_none_of_them(tmp_path):
+    config = replace(recipe.DEFAULT, run_dir=str(tmp_path / "run"), train_rows=300, heldout_rows=100)
+    config = replace(config, shots=3, shot_answer="The answer is {answer}.")
+    files = recipe.write_rows(config).data
+    rows = [json.loads(line) for path in (files.train, files.heldout) for line in Path(path).open()]
+    *turns, _ = rows[0]["prompt"]
+    assert [message["role"] for message in turns] == ["user", "assistant"] * 3
+    for question, answer in zip(turns[::2], turns[1::2], strict=True):
+        right = eval(question["content"].split(": ")[1].removesuffix(" ="))
+        assert answer["content"] == f"The answer is {right}."
+    assert all(row["prompt"][:-1] == turns for row in rows)
+    assert not {row["prompt"][-1]["content"] for row in rows} & {turn["content"] for turn in turns}
+    assert all(recipe.reward(row["answer"], Row("", (1,), row["answer"], row)) == 1 for row in rows[:20])
+    with pytest.raises(ValueError, match=r"has no \{answer\}"):
+        recipe.write_rows(replace(config, shot_answer="answer"))
+
+
+@pytest.mark.large
 @pytest.mark.parametrize(
     "task", ["gcd", "word_sorting", "simple_equations", "calendar_arithmetic", "prime_factorization"]
 )

@@ -17,8 +17,8 @@ NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.]*(?:e[-+]\d+)?|nan|inf)(?!\w)")
 
 
 def mark(path: Path) -> pytest.MarkDecorator:
-    """CI runs those of a step and of a loss's parts, the others are run when their figures are taken."""
-    return pytest.mark.large if path.stem in ("step", "head") else pytest.mark.product
+    """CI runs those of a loss's parts and of batches, the others are run when their figures are taken."""
+    return pytest.mark.large if path.stem in ("head", "layout") else pytest.mark.product
 
 
 def run(path: Path, *options: str) -> subprocess.CompletedProcess:

@@ -73,7 +73,7 @@ def known_options() -> frozenset[str]:
     """Name every setting, as the generated page lists them, and every option that a script's own text has."""
     settings = re.findall(r"^\| `--([\w.-]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.M)
     files = [*(ROOT / "scripts").rglob("*.*"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/support").rglob("*.py")]
-    files += [ROOT / "rlworker/__main__.py"]
+    files += [ROOT / "rlworker/__main__.py", *(ROOT / "recipes").rglob("*.py")]
     texts = [file.read_text() for file in files if file.suffix in (".py", ".sh")]
     own = [option for text in texts for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", text)]
     return frozenset({*settings, *own, "help", "resume"} | {f"no-{name}" for name in settings})

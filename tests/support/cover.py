@@ -1,17 +1,17 @@
 """Matrix tests: from a table of factors to the cases that each run of the suite takes.
 
 A fault mostly needs one or two things to come together: a layout and a parallel size, say, whatever the family is. So
-the default run takes few cases in which every PAIR of values of two factors still meets, CI adds those in which every
-TRIPLE meets (``-m large``), and ``-m product`` runs what is left of the full product::
+the default run takes few cases in which every PAIR of values of two factors still meets, CI adds pairs of heavy cases,
+and of cheap tests those in which every TRIPLE meets (``-m large``). ``-m product`` runs what is left::
 
-    @matrix({"size": ("one", "TP2", "CP2"), "layout": ("bshd", "thd"), "recompute": ("none", "full")})
+    @matrix({"size": ("one", "TP2", "CP2"), "layout": ("bshd", "thd"), "recompute": ("none", "full")}, triples=True)
     def test_parity(size, layout, recompute): ...   # 12 cases: 6 by default, 6 large, none left
 
 Cases are chosen greedily, as in AETG (Cohen et al. 1997) but without its chance, so that they change only when the
 table does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import combinations, product
@@ -34,12 +34,14 @@ class Matrix:
         whole: every run takes all cases: they take milliseconds each, or something else relies on every one of them.
         heavy: says of ``{factor: value}`` whether the case takes seconds: it is ``large``, though a pair may meet in no
             other case.
+        is_of_triples: CI takes cases in which every triple meets. Without, it takes those of every pair.
     """
 
     factors: Mapping[str, Sequence[Any]]
     allowed: Callable[[dict[str, Any]], bool] = lambda case: True
     whole: bool = False
     heavy: Callable[[dict[str, Any]], bool] = lambda case: False
+    is_of_triples: bool = False
 
     @cached_property
     def cases(self) -> list[Case]:
@@ -100,31 +102,42 @@ class Matrix:
     def make_params(self) -> list:
         """Make pytest's parameters of every case.
 
-        Cases of the pairs are bare, further ones of the triples marked ``large``, the rest ``product``.
+        Cases of the pairs are bare, what CI adds is marked ``large``, the rest ``product``.
 
         They stand in the order of the product: where the first factor is what is expensive to change, neighbours share
         it.
         """
         pairs = self.cases if self.whole else self.cover(self.pairs, among=self.light_cases)
-        triples = self.cover(self.triples, start=pairs)
-        marks = dict.fromkeys(triples, pytest.mark.large) | dict.fromkeys(pairs, ())
+        in_ci = self.cover(self.triples if self.is_of_triples else self.pairs, start=pairs)
+        marks = dict.fromkeys(in_ci, pytest.mark.large) | dict.fromkeys(pairs, ())
         return [
             pytest.param(*case, marks=marks.get(case, pytest.mark.product), id="-".join(map(str, case)))
             for case in self.cases
         ]
 
 
-def in_turn(cases: Sequence[Case], values: Sequence[Any]) -> list:
-    """Make pytest's parameters of cases by the values of a last factor: CI runs each case with one value, in turn.
+def in_turn(cases: Iterable[Case], values: Iterable[Any]) -> list:
+    """Make pytest's parameters of cases by the values of further factors: CI runs each case with one value, in turn.
 
-    The rest is marked ``product``.
+    The rest is marked ``product``. A value of several factors is a tuple.
     """
+    values = [_as_tuple(value) for value in values]
     marks = (pytest.mark.large, *[pytest.mark.product] * (len(values) - 1))
     return [
-        pytest.param(*case, value, marks=marks[(number + place) % len(values)])
+        pytest.param(*_as_tuple(case), *value, marks=marks[(place - number) % len(values)])
         for number, case in enumerate(cases)
         for place, value in enumerate(values)
     ]
+
+
+def in_runs(default: Iterable[Any] = (), large: Iterable[Any] = (), product: Iterable[Any] = ()) -> list:
+    """Make pytest's parameters of cases by the run that takes them. A case of one argument needs no tuple."""
+    runs = ((), default), (pytest.mark.large, large), (pytest.mark.product, product)
+    return [pytest.param(*_as_tuple(case), marks=marks) for marks, cases in runs for case in cases]
+
+
+def _as_tuple(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def matrix(
@@ -133,12 +146,13 @@ def matrix(
     *,
     whole: bool = False,
     heavy: Callable[[dict[str, Any]], bool] = lambda case: False,
+    triples: bool = False,
 ):
     """Parametrize a test over a table of factors: it takes an argument of each factor's name.
 
     The test keeps its table as ``.matrix``, by which ``test_cover.py`` finds it and counts what it leaves out.
     """
-    table = Matrix(factors, allowed, whole, heavy)
+    table = Matrix(factors, allowed, whole, heavy, triples)
 
     def decorate(test):
         test.matrix = table

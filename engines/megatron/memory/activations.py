@@ -10,8 +10,8 @@ from hardware.megatron.form import DeltaNet, Experts, LayerOptions
 from hardware.platform import KernelMemory
 
 FP32 = 4
-FROZEN_LOGITS = 2**22
-"""Most logits that a frozen head makes at once where it is trained through."""
+FROZEN_PARTS = 8
+"""A frozen head that is trained through makes at once this part of the logits that another does."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def estimate_activations(
         logits = min(slots * model.vocab / tp, kernels.head_logits)
         head = 3 * FP32 * logits  # forward: logits, less the largest, and exp of that
         if trainable and config.lora.rank:  # those that are kept, and a chunk's, less the largest, and exp
-            head = FP32 * (logits + 2 * min(logits, FROZEN_LOGITS))
+            head = FP32 * (logits + 2 * min(logits, kernels.head_logits / FROZEN_PARTS))
         elif trainable:  # backward: logarithms and gradient, then in the weight's type; the weight's gradient, twice
             gradients = 2 * FP32 + (size if size < FP32 else 0)
             head = max(head, gradients * logits + (FP32 + size) * model.vocab * model.hidden / tp)

@@ -11,7 +11,7 @@ import torch
 from hardware.platform import Platform, describe
 from rlworker.checks.trainer import Finding
 
-PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "torch_npu")
+PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "fla-core", "tilelang", "torch_npu")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
+from hardware.shapes.calls import Call
 
 Routes = Literal["balanced", "worst"]
 """Ways of tokens to experts: each rank gets equally many, or this one all that it can get."""
@@ -52,7 +53,9 @@ class RankCount:
         kept: most bytes that autograd held for backward passes.
         tensors, buckets, exported: number of exported tensors and of their buckets, and bytes; 0 on ranks that hand
             their parts to another.
-        collectives: name and ranks of the group -> calls and bytes.
+        flops: of a step's matrix products, convolutions and attention, recomputation included. operators: number
+            of a step's operators.
+        calls: collectives and messages of a step, in their order.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -64,7 +67,8 @@ class RankCount:
     tensors: int = 0
     buckets: int = 0
     exported: int = 0
-    collectives: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    flops: int = 0
+    calls: list[Call] = field(default_factory=list)
 
     @property
     def activations(self) -> int:

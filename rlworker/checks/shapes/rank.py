@@ -45,14 +45,15 @@ def run_rank(case: RankCase) -> RankCount:
         with _timed(count, "build"):
             init_distributed(platform, case.config, case.rank, "localhost:0", 0, store)
             engine = engines.MegatronEngine(case.model, case.config, platform, device)
+        mode.flops, mode.operators, begin = 0, 0, len(mode.calls)
         with _timed(count, "step"):
             count.kept = _take_step(engine, case, mode)
+        count.flops, count.operators, count.calls = mode.flops, mode.operators, mode.calls[begin:]
         count.held = list_held(engine)
         mode.live.begin("export")
         with _timed(count, "export"):
             _export(engine, case, count)
-    count.peaks, count.begins, count.operators = mode.live.peaks, mode.live.begins, mode.operators
-    count.collectives = {key: (calls, mode.sent[key]) for key, calls in mode.collectives.items()}
+    count.peaks, count.begins = mode.live.peaks, mode.live.begins
     return count
 
 

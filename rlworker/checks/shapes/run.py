@@ -1,5 +1,6 @@
 """``rlworker plan --run-shapes``: chosen ranks of a run in shapes, beside their plan."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -103,13 +104,8 @@ def describe_counts(
         figures = "".join(f"{counted[kind] / GB:12.3f}" for kind in _KINDS)
         lines.append(f"{name:34s}{sum(count.seconds.values()):8.0f}{figures}")
         lines.append(f"{'  planned':42s}" + "".join(f"{planned[kind] / GB:12.3f}" for kind in _KINDS))
-        sent = (
-            f"{name} x {calls} over {ranks} ranks {size / GB:.3f} GB"
-            for (name, ranks), (calls, size) in sorted(count.collectives.items())
-            if ranks > 1
-        )
-        if text := ", ".join(sent):
-            lines.append(f"  calls, and the largest tensor of each in all: {text}")
+        lines.append(f"  {count.flops / 1e12:.3f} TFLOP, recomputation included")
+        lines += _describe_calls(case, count)
         differing = [kind for kind in count.held if count.held[kind] != planned[kind]]
         if differing:
             lines.append(f"  The plan differs in {', '.join(differing)}, which should be equal to the byte.")
@@ -127,6 +123,23 @@ def describe_counts(
             f"A sync exports {exported.tensors} tensors, {exported.exported / GB:.3f} GB, in {exported.buckets} buckets"
         )
     return "\n".join([*lines, _EVIDENCE]), not large
+
+
+def _describe_calls(case: RankCase, count: RankCount) -> list[str]:
+    """Write a step's collectives and messages: those of a group in a line, with its link."""
+    node = get_platform(case.platform).node
+    groups: dict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
+    for call in count.calls:
+        if (size := len(call.ranks)) > 1:
+            is_inside = node is None or len({rank // node.devices for rank in call.ranks}) == 1
+            group = groups[call.group, size, "within a node" if is_inside else "between nodes"]
+            group[call.name] += 1
+            group[""] += call.nbytes
+    return [
+        f"  {name} of {size} ranks, {link}: {group.pop('') / GB:.3f} GB, "
+        + ", ".join(f"{call} x {calls}" for call, calls in sorted(group.items()))
+        for (name, size, link), group in sorted(groups.items())
+    ]
 
 
 def plan_rank(case: RankCase, config: "Config") -> RankMemory:

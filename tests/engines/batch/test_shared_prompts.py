@@ -1,17 +1,14 @@
 """Prompts that are computed once against the same engine and batch with each sample by itself."""
 
 import shutil
-from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
+from support.cover import in_runs, in_turn, matrix
 from support.factors import (
-    FAMILIES,
-    IMAGE_FAMILIES,
     IMAGE_STATE_FAMILIES,
     PLATFORMS,
     STATE_EXPERT_FAMILIES,
@@ -81,14 +78,6 @@ def compare(pool, measured, label: str, *case) -> list[list[dict]]:
     return ranks
 
 
-def in_large(cases: Iterable, default: Sequence) -> list:
-    """Mark all cases but those of the default run."""
-    marks = {True: (), False: pytest.mark.large}
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in default]) for case in cases
-    ]
-
-
 ALWAYS = (
     ("TP2", "cpu", "cut, core again"),
     ("PP2", "cuda-emulated", "whole"),
@@ -103,15 +92,16 @@ TREES = (
 """Each platform and setting once, in pairs that ``ALWAYS`` has not."""
 
 
-@pytest.mark.parametrize(("size", "platform", "settings"), in_large(product(SIZES, PLATFORMS, SETTINGS), ALWAYS))
+@matrix(
+    {"size": SIZES, "platform": PLATFORMS, "settings": tuple(SETTINGS)},
+    heavy=lambda case: (case["size"], case["platform"], case["settings"]) not in ALWAYS,
+)
 def test_every_size_and_platform(pool_of, make_hf_model, measured, size, platform, settings):
     case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform
     compare(pool_of(size), measured, f"{size} {platform}", *case)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("size", ["DP2", "CP4"])
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(("platform", "size"), in_turn(PLATFORMS, ["DP2", "CP4"]))
 def test_replicas_and_many_parts_of_a_sequence(pool_of, make_hf_model, measured, size, platform):
     case = make_hf_model("qwen2", True), parse_size(size) | {"micro_batch_tokens": 40}, platform
     compare(pool_of(size), measured, f"{size} {platform}", *case)
@@ -123,7 +113,7 @@ def test_a_replica_with_a_dummy(two_ranks, make_hf_model, measured):
     assert [rank[1]["dummies"] for rank in ranks] in ([0, 1], [1, 0])
 
 
-@pytest.mark.parametrize("size", in_large(["one", "TP2", "CP2"], ["one"]))
+@pytest.mark.parametrize("size", in_runs(default=["one"], large=["TP2", "CP2"]))
 def test_a_loss_of_older_samples(pool_of, make_hf_model, measured, size):
     """At staleness 1: old, rollout and reference logprobs, centered scores, weights outside the mask. The forward pass
     is a reference's."""
@@ -132,30 +122,32 @@ def test_a_loss_of_older_samples(pool_of, make_hf_model, measured, size):
     assert "top_logprobs" in next(rank[1]["outputs"] for rank in ranks if rank[1]["outputs"])
 
 
-@pytest.mark.parametrize("family", in_large([*FAMILIES, "qwen2-window", "llama-rope3"], ["gemma3_text"]))
+@pytest.mark.parametrize(
+    "family",
+    in_runs(
+        default=["gemma3_text"],
+        large=["qwen2", "phi3", "qwen2-window", "llama-rope3"],
+        product=["llama", "qwen3", "mistral"],
+    ),
+)
 def test_every_text_family(one_rank, make_hf_model, measured, family):
     """By default the one that has windows, two rotations and norms of queries and keys."""
     compare(one_rank, measured, family, make_hf_model(family, True), {"micro_batch_tokens": 90})
 
 
-@pytest.mark.parametrize("settings", in_large(SETTINGS, ["whole"]))
-@pytest.mark.parametrize("size", in_large(SIZES, ["one"]))
+@pytest.mark.parametrize(("size", "settings"), [("one", "whole"), *in_turn(SIZES[1:], SETTINGS)])
 def test_states_that_are_handed_on(pool_of, make_hf_model, measured, size, settings):
     case = make_hf_model(STATE_FAMILIES[0], True), parse_size(size) | SETTINGS[settings], "cpu"
     compare(pool_of(size), measured, f"states {size}", *case)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("size", ["one", "TP2-CP2"])
-@pytest.mark.parametrize("make", [(), (make_forked, "tree")], ids=["groups", "a tree"])
-def test_states_that_are_handed_on_by_calls_of_fla(pool_of, make_hf_model, measured, size, make):
+@pytest.mark.parametrize(("size", "is_tree"), in_turn(["one", "TP2-CP2"], [True, False]))
+def test_states_that_are_handed_on_by_calls_of_fla(pool_of, make_hf_model, measured, size, is_tree):
     case = make_hf_model(STATE_FAMILIES[0], True), parse_size(size) | SETTINGS["cut, core again"], "cuda-emulated"
-    compare(pool_of(size), measured, f"states by FLA {size}", *case, *make)
+    compare(pool_of(size), measured, f"states by FLA {size}", *case, *((make_forked, "tree") if is_tree else ()))
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("size", ["one", "TP2-EP2"])
-@pytest.mark.parametrize("family", STATE_EXPERT_FAMILIES)
+@pytest.mark.parametrize(("size", "family"), in_turn(["one", "TP2-EP2"], STATE_EXPERT_FAMILIES))
 def test_states_that_are_handed_on_beside_experts(pool_of, make_hf_model, measured, size, family):
     case = make_hf_model(family, False), parse_size(size) | {"micro_batch_tokens": 90}, "cpu"
     compare(pool_of(size), measured, f"{family} {size}", *case)
@@ -171,7 +163,10 @@ def make_images_batch(tmp_path_factory):
     return partial(make_grouped_images, [*paths, str(folder / "other.png")])
 
 
-@pytest.mark.parametrize("family", in_large(IMAGE_FAMILIES + IMAGE_STATE_FAMILIES, ["qwen3_vl"]))
+@pytest.mark.parametrize(
+    "family",
+    in_runs(default=["qwen3_vl"], large=["internvl", "qwen3_5"], product=["qwen2_5_vl", "gemma3", "qwen2_vl"]),
+)
 def test_every_family_with_images(one_rank, tmp_path, make_images_batch, measured, family):
     """A group about another image of the same size, after the same ids, is another group.
 
@@ -183,20 +178,23 @@ def test_every_family_with_images(one_rank, tmp_path, make_images_batch, measure
     assert (ranks[0][1]["schedule"].beginnings.common == 0).sum() == 6
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
     ("size", "family", "platform"),
-    [
-        ("CP2", "qwen2_5_vl", "cpu"),
-        ("CP2", "gemma3", "cpu"),
-        ("PP2", "gemma3", "cuda-emulated"),
-        ("CP2", "qwen3_vl", "cuda-emulated"),
-        ("TP2-PP2", "qwen3_vl", "npu-emulated"),
-        ("TP2-PP2", "qwen2_5_vl", "npu-emulated"),
-        ("CP2", "qwen3_5", "cpu"),
-        ("TP2-PP2", "qwen3_5", "cpu"),
-        ("CP2", "qwen3_5", "cuda-emulated"),
-    ],
+    in_runs(
+        large=[
+            ("CP2", "qwen2_5_vl", "cpu"),
+            ("PP2", "gemma3", "cuda-emulated"),
+            ("TP2-PP2", "qwen3_vl", "npu-emulated"),
+            ("CP2", "qwen3_5", "cpu"),
+        ],
+        product=[
+            ("CP2", "gemma3", "cpu"),
+            ("CP2", "qwen3_vl", "cuda-emulated"),
+            ("TP2-PP2", "qwen2_5_vl", "npu-emulated"),
+            ("TP2-PP2", "qwen3_5", "cpu"),
+            ("CP2", "qwen3_5", "cuda-emulated"),
+        ],
+    ),
 )
 def test_images_over_ranks(pool_of, tmp_path, make_images_batch, measured, size, family, platform):
     settings = parse_size(size) | {"micro_batch_tokens": 300}
@@ -209,8 +207,10 @@ def test_a_critic(one_rank, make_critic, measured):
     compare(one_rank, measured, "critic", model, {"micro_batch_tokens": 60})
 
 
-@pytest.mark.parametrize("size", in_large(["one", "TP2-CP2"], ["one"]))
-@pytest.mark.parametrize(("platform", "settings"), TREES)
+@pytest.mark.parametrize(
+    ("size", "platform", "settings"),
+    in_runs(*([(size, *case) for case in TREES] for size in ("one", "TP2-CP2"))),
+)
 def test_trees(pool_of, make_hf_model, measured, size, platform, settings):
     case = make_hf_model("qwen2", False), parse_size(size) | SETTINGS[settings], platform, make_forked, "tree"
     compare(pool_of(size), measured, f"tree {size} {platform}", *case)
@@ -223,7 +223,7 @@ def test_trees_of_families_with_windows(one_rank, make_hf_model, measured, famil
     compare(one_rank, measured, f"tree {family}", *case)
 
 
-@pytest.mark.parametrize("family", in_large(["gemma3", "qwen3_vl", *IMAGE_STATE_FAMILIES], ["gemma3"]))
+@pytest.mark.parametrize("family", in_runs(default=["gemma3"], large=IMAGE_STATE_FAMILIES, product=["qwen3_vl"]))
 def test_trees_with_images(one_rank, tmp_path, make_images_batch, measured, family):
     case = make_vlm(tmp_path, family, False), {"micro_batch_tokens": 300}, "cpu", make_images_batch, "tree"
     compare(one_rank, measured, f"tree {family}", *case)

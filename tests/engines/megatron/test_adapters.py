@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cover import matrix
+from support.cover import in_runs, in_turn, matrix
 from support.factors import (
     FAMILIES,
     FOUR_RANKS,
@@ -100,7 +100,10 @@ def choose_lora(family: str, lora: str) -> str:
     return "fused" if (family, lora) == ("phi3", "some") else lora
 
 
-@matrix({"family": (*FAMILIES, *STATE_FAMILIES), "lora": ("all", "some"), "layout": LAYOUTS, "recompute": RECOMPUTE})
+@matrix(
+    {"family": (*FAMILIES, *STATE_FAMILIES), "lora": ("all", "some"), "layout": LAYOUTS, "recompute": RECOMPUTE},
+    heavy=lambda case: case["family"] in ("llama", "qwen3", "mistral"),  # which have no layers of their own
+)
 def test_adapters_are_those_of_peft(compare, family, lora, layout, recompute):
     compare("one", family, choose_lora(family, lora), {"layout": layout, "recompute": recompute})
 
@@ -115,31 +118,32 @@ def test_adapters_over_ranks(compare, size, lora, layout, recompute):
 
 @pytest.mark.parametrize(
     ("size", "family", "lora"),
-    [
-        ("TP2", "qwen2-one-head", "all"),  # ranks share a head of keys and values, and cut rows of queries
-        ("one", "qwen3_moe", "experts"),
-        *(
-            pytest.param(*case, marks=pytest.mark.large)
-            for case in (
-                ("TP2", "phi3", "fused"),  # gate and up are one layer, of which each half is cut
-                ("TP2", "gemma3_text", "some"),
-                ("TP2", "qwen3_5_text", "all"),
-                ("PP2", "qwen3_5_text", "some"),
-                ("TP2", "qwen3_5_text", "states"),
-                ("CP2", "qwen3_5_text", "states"),
-                ("TP2", "qwen3_next", "attention"),
-                ("one", "qwen3_next", "fused_states"),
-                ("DP2-EP2", "qwen3_moe", "experts"),
-                ("TP2-EP2", "qwen3_moe", "experts"),
-                ("PP2", "qwen3_moe", "experts"),
-                ("one", "qwen2_moe", "experts"),
-                ("DP2-EP2", "qwen2_moe", "shared"),
-                ("TP2", "qwen2_moe", "shared"),
-                ("TP4", "qwen2", "some"),
-                ("DP2-EP2", "qwen3_moe", "attention"),
-            )
-        ),
-    ],
+    in_runs(
+        default=[
+            ("TP2", "qwen2-one-head", "all"),  # ranks share a head of keys and values, and cut rows of queries
+            ("one", "qwen3_moe", "experts"),
+        ],
+        large=[
+            ("TP2", "phi3", "fused"),  # gate and up are one layer, of which each half is cut
+            ("TP2", "qwen3_5_text", "states"),
+            ("TP2-EP2", "qwen3_moe", "experts"),
+            ("TP2", "qwen2_moe", "shared"),
+        ],
+        product=[
+            ("TP2", "gemma3_text", "some"),
+            ("TP2", "qwen3_5_text", "all"),
+            ("PP2", "qwen3_5_text", "some"),
+            ("CP2", "qwen3_5_text", "states"),
+            ("TP2", "qwen3_next", "attention"),
+            ("one", "qwen3_next", "fused_states"),
+            ("DP2-EP2", "qwen3_moe", "experts"),
+            ("PP2", "qwen3_moe", "experts"),
+            ("one", "qwen2_moe", "experts"),
+            ("DP2-EP2", "qwen2_moe", "shared"),
+            ("TP4", "qwen2", "some"),
+            ("DP2-EP2", "qwen3_moe", "attention"),
+        ],
+    ),
 )
 def test_adapters_of_awkward_layers(compare, size, family, lora):
     compare(size, family, lora, {})
@@ -147,30 +151,24 @@ def test_adapters_of_awkward_layers(compare, size, family, lora):
 
 @pytest.mark.parametrize(
     ("size", "family", "lora"),
-    [
-        ("TP2", "qwen2_5_vl", "sight"),
-        *(
-            pytest.param(*case, marks=pytest.mark.large)
-            for case in (
-                ("one", "qwen2_5_vl", "tower"),
-                ("PP2", "qwen2_5_vl", "sight"),
-                ("CP2", "qwen2_5_vl", "attention"),
-                ("one", "qwen3_vl", "sight"),
-                ("TP2", "qwen3_vl", "tower"),
-                ("one", "gemma3", "sight"),
-                ("one", "internvl", "sight"),
-                ("TP2", "qwen3_5", "sight"),
-            )
-        ),
-    ],
+    in_runs(
+        default=[("TP2", "qwen2_5_vl", "sight")],
+        large=[("PP2", "qwen2_5_vl", "sight"), ("TP2", "qwen3_vl", "tower")],
+        product=[
+            ("one", "qwen2_5_vl", "tower"),
+            ("CP2", "qwen2_5_vl", "attention"),
+            ("one", "qwen3_vl", "sight"),
+            ("one", "gemma3", "sight"),
+            ("one", "internvl", "sight"),
+            ("TP2", "qwen3_5", "sight"),
+        ],
+    ),
 )
 def test_adapters_of_models_that_see_images(compare, tmp_path, size, family, lora):
     compare(size, family, lora, {}, images=tuple(make_images(tmp_path)))
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("platform", PLATFORMS[1:])
+@pytest.mark.parametrize(("layout", "platform"), in_turn(LAYOUTS, PLATFORMS[1:]))
 def test_adapters_on_emulated_platforms(compare, platform, layout):
     compare("CP2", "llama", "all", {"layout": layout}, platform)
 
@@ -257,10 +255,7 @@ def test_weights_in_bfloat16_are_merged_in_fp32_and_rounded_once(one_rank, make_
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [
-        ("one", "bfloat16"),
-        *(pytest.param(*case, marks=pytest.mark.large) for case in (("one", "float32"), ("TP2", "bfloat16"))),
-    ],
+    in_runs(default=[("one", "bfloat16")], large=[("TP2", "bfloat16")], product=[("one", "float32")]),
 )
 def test_weights_sent_without_their_adapters_are_found_by_digests(pool_of, make_hf_model, size, dtype):
     """In bfloat16 too, whose logprobs are too coarse to show a single update (verl#7495)."""
@@ -273,20 +268,15 @@ def test_weights_sent_without_their_adapters_are_found_by_digests(pool_of, make_
 
 @pytest.mark.parametrize(
     ("size", "family", "lora"),
-    [
-        ("one", "phi3", "fused"),
-        ("TP2", "qwen3", "some"),
-        ("PP2", "qwen2", "all"),
-        *(
-            pytest.param(*case, marks=pytest.mark.large)
-            for case in (
-                ("TP2", "qwen2_5_vl", "sight"),
-                ("one", "gemma3", "attention"),
-                ("TP2", "qwen3_5_text", "states"),
-                ("DP2-EP2", "qwen3_moe", "experts"),
-            )
-        ),
-    ],
+    in_runs(
+        default=[("one", "phi3", "fused"), ("TP2", "qwen3", "some"), ("PP2", "qwen2", "all")],
+        large=[
+            ("TP2", "qwen2_5_vl", "sight"),
+            ("one", "gemma3", "attention"),
+            ("TP2", "qwen3_5_text", "states"),
+            ("DP2-EP2", "qwen3_moe", "experts"),
+        ],
+    ),
 )
 def test_a_folder_goes_from_peft_through_ranks_and_back_bit_for_bit(
     pool_of, make_hf_model, tmp_path, size, family, lora

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.cover import matrix
+from support.cover import in_runs, in_turn, matrix
 from support.factors import LAYOUTS, PLATFORMS, STATE_EXPERT_FAMILIES, STATE_FAMILIES, parse_size
 from support.huggingface import compute_logprobs, run_forward
 from support.models import make_vlm
@@ -67,7 +67,7 @@ def test_it_is_as_exact_as_huggingface_in_bfloat16(compare, family, layout, plat
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
-    "family", [*STATE_FAMILIES, *(pytest.param(family, marks=pytest.mark.large) for family in STATE_EXPERT_FAMILIES)]
+    "family", in_runs(default=STATE_FAMILIES, large=STATE_EXPERT_FAMILIES[:1], product=STATE_EXPERT_FAMILIES[1:])
 )
 def test_states_are_as_exact_as_huggingface_in_bfloat16(compare, family, platform, layout):
     compare(family, layout, platform)
@@ -79,8 +79,7 @@ def test_states_are_as_exact_as_huggingface_in_bfloat16(compare, family, platfor
     [
         ("qwen3_moe", "cpu"),
         ("glm4_moe", "npu-emulated"),  # which turns a part of a head
-        pytest.param("glm4_moe", "cuda-emulated", marks=pytest.mark.large),
-        pytest.param("glm4_moe", "cpu", marks=pytest.mark.large),
+        *in_runs(large=[("glm4_moe", "cuda-emulated")], product=[("glm4_moe", "cpu")]),
     ],
 )
 def test_experts_are_as_exact_as_huggingface_in_bfloat16(compare, family, platform, layout):
@@ -104,12 +103,8 @@ def images_and_experts(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("layout", "platform"),
-    [
-        ("thd", "cpu"),
-        *(pytest.param("bshd", platform, marks=pytest.mark.large) for platform in PLATFORMS),
-        *(pytest.param("thd", platform, marks=pytest.mark.large) for platform in PLATFORMS[1:]),
-    ],
+    ("platform", "layout"),
+    [("cpu", "thd"), *in_runs(product=[("cpu", "bshd")]), *in_turn(PLATFORMS[1:], LAYOUTS)],
 )
 def test_experts_that_see_images_are_as_exact_as_huggingface_in_bfloat16(
     one_rank, images_and_experts, measured, layout, platform

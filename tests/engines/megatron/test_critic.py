@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors import safe_open
-from support.cover import matrix
+from support.cover import in_runs, matrix
 from support.factors import FOUR_RANKS, IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
 from support.huggingface import name_gradients
 from support.models import make_vlm
@@ -102,23 +102,22 @@ def test_a_checkpoint_holds_the_head(two_ranks, make_critic, tmp_path, before, a
 
 @pytest.mark.parametrize(
     ("size", "family", "lora", "settings"),
-    [
-        ("one", "qwen2", LoraConfig(rank=4), {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.large)
-            for case in (
-                ("TP2", "qwen3", LoraConfig(rank=4), {"dtype": "bfloat16", "recompute": "full"}),
-                ("PP2", "gemma3_text", LoraConfig(rank=4), {"layout": "bshd"}),
-                ("CP2", "qwen2", LoraConfig(rank=4), {}),
-                ("DP2-EP2", "qwen3_moe", LoraConfig(rank=4, targets=("attention", "experts")), {}),
-                ("TP2-EP2", "glm4_moe", LoraConfig(rank=4, targets=("attention",)), {}),
-                ("TP2", "qwen3_5_text", LoraConfig(rank=4), {}),
-                ("TP2", "qwen2_5_vl", LoraConfig(rank=4, targets=("attention", "vision")), {}),
-                ("PP2", "gemma3", LoraConfig(rank=4), {"recompute": "full"}),
-                ("one", "internvl", LoraConfig(rank=4), {}),
-            )
-        ),
-    ],
+    in_runs(
+        default=[("one", "qwen2", LoraConfig(rank=4), {})],
+        large=[
+            ("TP2", "qwen3", LoraConfig(rank=4), {"dtype": "bfloat16", "recompute": "full"}),
+            ("PP2", "gemma3_text", LoraConfig(rank=4), {"layout": "bshd"}),
+            ("DP2-EP2", "qwen3_moe", LoraConfig(rank=4, targets=("attention", "experts")), {}),
+            ("TP2", "qwen2_5_vl", LoraConfig(rank=4, targets=("attention", "vision")), {}),
+        ],
+        product=[
+            ("CP2", "qwen2", LoraConfig(rank=4), {}),
+            ("TP2-EP2", "glm4_moe", LoraConfig(rank=4, targets=("attention",)), {}),
+            ("TP2", "qwen3_5_text", LoraConfig(rank=4), {}),
+            ("PP2", "gemma3", LoraConfig(rank=4), {"recompute": "full"}),
+            ("one", "internvl", LoraConfig(rank=4), {}),
+        ],
+    ),
 )
 def test_beside_adapters_the_base_is_held_once(
     pool_of, make_hf_model, measured, tmp_path, size, family, lora, settings

@@ -1,10 +1,11 @@
 """The Megatron engine against HuggingFace run one sequence at a time, in fp32, over parallel sizes and layouts."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from support.cover import in_turn, matrix
+from support.cover import in_runs, in_turn, matrix
 from support.factors import (
     EXPERT_FAMILIES,
     EXPERT_SIZES,
@@ -140,6 +141,8 @@ def largest(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max())
 
 
+WIDELY = ("qwen2", "gemma3_text"), ("qwen2",)
+"""Families that the default run has at every size of two ranks, and of four."""
 MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
 """As few micro-batches as the sizes allow, or some of a single sequence."""
 
@@ -153,9 +156,9 @@ MICRO = {"whole": {}, "split": {"micro_batch_tokens": 24}}
         "recompute": RECOMPUTE,
         "micro": tuple(MICRO),
     },
-    # Qwen2 has biases and Gemma windows on some layers; what the others have is the same at two ranks as at four, and
-    # replicas and stages have whole layers of it.
-    heavy=lambda case: case["size"] in ("DP2", "PP2", *FOUR_RANKS) and case["family"] not in ("qwen2", "gemma3_text"),
+    # Qwen2 has biases and Gemma windows on some layers; what the others have is cut by tensor parallelism alone, and is
+    # the same at two ranks as at four.
+    heavy=lambda case: case["size"] not in ("one", "TP2") and case["family"] not in WIDELY[case["size"] in FOUR_RANKS],
 )
 def test_parity(compare, size, family, tied, layout, recompute, micro):
     compare(size, family, tied == "tied", {"layout": layout, "recompute": recompute} | MICRO[micro])
@@ -177,31 +180,28 @@ def test_states_over_ranks(compare, size, layout, recompute, micro):
     compare(size, STATE_FAMILIES[0], False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
+STATES_AND_EXPERTS = in_turn(
+    ("one", "TP2", *EXPERT_SIZES), product((*STATE_EXPERT_FAMILIES, "qwen3_next-dense"), LAYOUTS)
+)
+
+
 @pytest.mark.parametrize(
     ("size", "family", "layout"),
     [
         ("one", "qwen3_next", "thd"),
-        pytest.param("one", "qwen3_next", "bshd", marks=pytest.mark.large),
-        *in_turn(
-            [
-                (size, family)
-                for size in ("one", "TP2", *EXPERT_SIZES)
-                for family in (*STATE_EXPERT_FAMILIES, "qwen3_next-dense")
-                if (size, family) != ("one", "qwen3_next")
-            ],
-            LAYOUTS,
-        ),
+        *(param for param in STATES_AND_EXPERTS if param.values != ("one", "qwen3_next", "thd")),
     ],
 )
 def test_states_and_experts(compare, size, family, layout):
     compare(size, family, False, {"layout": layout} | ({"recompute": "full"} if layout == "bshd" else MICRO["split"]))
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("platform", PLATFORMS[1:])
 @pytest.mark.parametrize(
-    ("size", "family"), [("CP2", STATE_FAMILIES[0]), *(("CP2-EP2", family) for family in STATE_EXPERT_FAMILIES)]
+    ("size", "family", "platform", "layout"),
+    in_turn(
+        [("CP2", STATE_FAMILIES[0]), *(("CP2-EP2", family) for family in STATE_EXPERT_FAMILIES)],
+        product(PLATFORMS[1:], LAYOUTS),
+    ),
 )
 def test_states_on_emulated_platforms(compare, size, family, platform, layout):
     """On CUDA by the calls of FLA's function, on an NPU by torch; layers of attention by the platform's calls."""
@@ -226,7 +226,17 @@ def test_experts_over_ranks(compare, size, layout, recompute, micro):
     compare(size, "qwen3_moe", False, {"layout": layout, "recompute": recompute} | MICRO[micro])
 
 
-@pytest.mark.parametrize(("size", "layout"), in_turn([(size,) for size in MORE_EXPERT_SIZES], LAYOUTS))
+SIZES_IN_CI = ("TP2-DP2-EP2", "TP2-DP2-EP2-ETP2", "PP2-TP2-EP2", "CP2-DP2-EP4", "CP2-PP2-EP2")
+"""Of the sizes of four ranks those that CI runs; the others are run by hand."""
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        *in_turn(SIZES_IN_CI, LAYOUTS),
+        *in_runs(product=product((size for size in MORE_EXPERT_SIZES if size not in SIZES_IN_CI), LAYOUTS)),
+    ],
+)
 def test_experts_over_more_ranks(compare, size, layout):
     """Some in micro-batches of one sequence with a shared expert, some of a model that begins with a dense layer."""
     family = "qwen2_moe" if layout == "thd" else "qwen3_moe-dense"
@@ -234,15 +244,15 @@ def test_experts_over_more_ranks(compare, size, layout):
     compare(size, family, False, {"layout": layout} | settings)
 
 
-@pytest.mark.parametrize(("size", "layout"), in_turn([(size,) for size in EXPERT_SIZES + MORE_EXPERT_SIZES], LAYOUTS))
+@pytest.mark.parametrize(
+    ("size", "layout"), [*in_turn(EXPERT_SIZES, LAYOUTS), *in_runs(product=product(MORE_EXPERT_SIZES, LAYOUTS))]
+)
 def test_experts_chosen_with_a_bias_over_ranks(compare, size, layout):
     settings = {"recompute": "full"} if layout == "thd" else MICRO["split"]
     compare(size, "glm4_moe", False, {"layout": layout} | settings)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", ("one", *EXPERT_SIZES))
+@pytest.mark.parametrize(("size", "layout"), in_turn(("one", *EXPERT_SIZES), LAYOUTS))
 def test_experts_on_an_npu(compare, size, layout):
     """Products of experts by the NPU's operator, both gradients among them."""
     settings = {"recompute": "full"} if layout == "thd" else MICRO["split"]
@@ -263,26 +273,23 @@ def test_sliding_window(compare, size, layout, recompute):
     compare(size, "qwen2-window", False, {"layout": layout, "recompute": recompute, "micro_batch_tokens": 48})
 
 
+SHARED_HEADS = [("TP2-CP2", "qwen2-one-head"), ("TP4", "qwen2"), ("TP4-EP2", "qwen3_moe"), ("TP4-EP2-ETP2", "glm4_moe")]
+BY_HAND = [
+    ("TP2", "qwen2-one-head"),
+    ("TP2-PP2", "qwen3-one-head"),
+    ("TP4", "qwen3"),
+    ("TP4", "gemma3_text"),
+]
+
+
 @pytest.mark.parametrize(
-    ("size", "family"),
+    ("size", "family", "layout"),
     [
-        ("TP2", "qwen3-one-head"),
-        *(
-            pytest.param(*case, marks=pytest.mark.large)
-            for case in (
-                ("TP2", "qwen2-one-head"),
-                ("TP2-CP2", "qwen2-one-head"),
-                ("TP2-PP2", "qwen3-one-head"),
-                ("TP4", "qwen2"),
-                ("TP4", "qwen3"),
-                ("TP4", "gemma3_text"),
-                ("TP4-EP2", "qwen3_moe"),
-                ("TP4-EP2-ETP2", "glm4_moe"),
-            )
-        ),
+        *(("TP2", "qwen3-one-head", layout) for layout in LAYOUTS),
+        *in_turn(SHARED_HEADS, LAYOUTS),
+        *in_runs(product=((*case, layout) for case in BY_HAND for layout in LAYOUTS)),
     ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_share_a_head_of_keys_and_values(compare, size, family, layout):
     compare(size, family, False, {"layout": layout} | (MICRO["split"] if layout == "bshd" else {"recompute": "core"}))
 

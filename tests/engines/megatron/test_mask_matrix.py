@@ -145,10 +145,8 @@ def test_rules_at_every_size(pool_of, check_rules, size, platform, layout, rule)
     check_rules(pool_of(size), parse_size(size), platform, [(layout, rule)], size)
 
 
-@pytest.mark.parametrize(
-    "platform",
-    [pytest.param(name, marks=pytest.mark.large if name == "cpu" else pytest.mark.product) for name in PLATFORMS],
-)
+@pytest.mark.product
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_rules_on_eight_ranks(check_rules, platform):
     pool = Ranks(8)
     try:

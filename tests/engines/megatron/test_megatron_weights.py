@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cover import in_runs
 from support.factors import IMAGE_EXPERT_FAMILIES, parse_size
 from support.huggingface import compute_logprobs, load_folder
 from support.models import make_vlm
@@ -133,35 +134,30 @@ def test_a_reference_model_computes_the_same_and_holds_no_optimizer(one_rank, ma
 
 
 RESUMES = [("TP2", "TP2"), ("DP2", "PP2"), ("CP2", "TP2")]
-MORE = [
-    ("DP2", "DP2"),
-    ("TP2", "DP2"),
-    ("DP4", "TP2-PP2"),
-    ("TP2-CP2", "DP2-PP2"),
-    ("DP2-PP2", "TP4"),
-    ("TP4", "TP4"),
-    ("TP4", "TP2-PP2"),
-]
-OF_EXPERTS = [("TP2-EP2", size) for size in ("TP2-EP2", "DP2-EP2", "DP2", "PP2", "TP2-ETP2", "CP2-EP2")]
+MORE = [("DP2", "DP2"), ("TP2-CP2", "DP2-PP2"), ("DP2-PP2", "TP4")]
+REST = [("TP2", "DP2"), ("DP4", "TP2-PP2"), ("TP4", "TP4"), ("TP4", "TP2-PP2")]
+OF_EXPERTS = [("TP2-EP2", size) for size in ("TP2-EP2", "DP2-EP2", "PP2", "TP2-ETP2", "DP2", "CP2-EP2")]
 OF_EXPERTS += [("DP2", "DP2-EP2"), ("TP2-DP2-EP2-ETP2", "PP2-DP2-EP2")]
 
 
-def list_resumes(model: tuple[str, bool], cases: list, more: list) -> list:
-    large = [pytest.param(model, *case, marks=pytest.mark.large) for case in more]
-    return [*((model, *case) for case in cases), *large]
+def list_resumes(name: str, tied: bool, *runs: list) -> list:
+    """List cases by run, as ``in_runs`` takes them."""
+    return in_runs(*([((name, tied), *case) for case in cases] for cases in runs))
 
 
 @pytest.mark.parametrize(
     ("model", "first", "then"),
     [
-        *list_resumes(("qwen2", True), RESUMES, MORE),
-        *list_resumes(("qwen3_moe-dense", False), [("TP2-EP2", "DP2-ETP2")], [("TP2-EP2", "TP2-EP2")]),  # of two kinds
-        *list_resumes(("qwen3_moe", False), [], OF_EXPERTS),
-        *list_resumes(("qwen3_5_text", True), [("TP2", "DP2")], [("PP2", "TP2"), ("CP2", "PP2")]),
-        *list_resumes(("qwen3_next", False), [], OF_EXPERTS[:3]),
-        *list_resumes(("glm4_moe", False), [("one", "one")], OF_EXPERTS[:5]),
-        *list_resumes(("qwen3_moe-late", False), [], [("PP2", "PP2"), ("PP2", "DP2")]),
-        *list_resumes(("qwen3_moe-early", False), [], [("PP2", "PP2"), ("DP2", "PP2")]),
+        *list_resumes("qwen2", True, RESUMES, MORE, REST),
+        *list_resumes(
+            "qwen3_moe-dense", False, [("TP2-EP2", "DP2-ETP2")], [], [("TP2-EP2", "TP2-EP2")]
+        ),  # of two kinds
+        *list_resumes("qwen3_moe", False, [], [*OF_EXPERTS[:3], OF_EXPERTS[-1]], OF_EXPERTS[3:-1]),
+        *list_resumes("qwen3_5_text", True, [("TP2", "DP2")], [("CP2", "PP2")], [("PP2", "TP2")]),
+        *list_resumes("qwen3_next", False, [], OF_EXPERTS[:1], OF_EXPERTS[1:3]),
+        *list_resumes("glm4_moe", False, [("one", "one")], OF_EXPERTS[3:4], [*OF_EXPERTS[:3], OF_EXPERTS[4]]),
+        *list_resumes("qwen3_moe-late", False, [], [("PP2", "DP2")], [("PP2", "PP2")]),
+        *list_resumes("qwen3_moe-early", False, [], [("DP2", "PP2")], [("PP2", "PP2")]),
     ],
 )
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(

@@ -212,6 +212,7 @@ def test_an_engine_that_breaks_tells_all_who_wait(own, folder):
     assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.product
 def test_a_round_survives_the_loss_of_an_engine(cluster, folder):
     """Requests go to two engines, one is killed while it samples, and another one samples what it had."""
     import ray

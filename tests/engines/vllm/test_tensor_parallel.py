@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from support.cover import in_runs
 from support.huggingface import load_folder, measure_versions
 from support.models import make_language_model
 from support.ranks.vlm_cases import make_images, make_prompts
@@ -94,22 +95,27 @@ def compare_over_syncs(folder: str, prompts, measured, devices: int = 2, **vllm)
     assert max(differences) <= 1e-5
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("model", [*MODELS, ("qwen3_next", False)], ids=lambda model: model[0])
-def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured, model):
-    compare_over_syncs(make_hf_model(*model), PROMPTS, measured)
+UNTIED = ("llama", "qwen3", "gemma3_text")
 
 
-@pytest.mark.large
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    in_runs(large=MODELS[:1], product=[*MODELS[1:], *((name, False) for name in ("qwen3_next", *UNTIED))]),
+)
+def test_two_devices_sample_what_one_does(cluster, make_hf_model, measured, name, tied):
+    compare_over_syncs(make_hf_model(name, tied), PROMPTS, measured)
+
+
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "devices"), [("qwen2-one-head", 2), ("qwen2", 4)])
 def test_devices_that_share_a_head_of_keys_and_values(cluster, make_hf_model, measured, name, devices):
     compare_over_syncs(make_hf_model(name, False), PROMPTS, measured, devices)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
-def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measured, model):
-    folder, prompts = make_hf_model(*model), PROMPTS[:3]
+@pytest.mark.product
+@pytest.mark.parametrize(("name", "tied"), MODELS)
+def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measured, name, tied):
+    folder, prompts = make_hf_model(name, tied), PROMPTS[:3]
     worker, weights = start(folder, 2), change(folder, 5)
     old, new = load_folder(folder), load_folder(folder)
     new.load_state_dict(dict(weights), strict=False)
@@ -124,12 +130,6 @@ def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measure
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
-def test_two_devices_of_an_untied_model(cluster, make_hf_model, measured, name):
-    compare_over_syncs(make_hf_model(name, False), PROMPTS, measured)
-
-
-@pytest.mark.product
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_two_devices_see_images(cluster, tmp_path, measured, family):
     """With Gemma 3 the rule of images is installed in processes that this test's worker did not start itself."""
@@ -139,16 +139,7 @@ def test_two_devices_see_images(cluster, tmp_path, measured, family):
     compare_over_syncs(folder, prompts, measured)
 
 
-WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "qwen3_vl_moe")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=pytest.mark.large if name == "qwen3_moe" else pytest.mark.product)
-        for name in WITH_EXPERTS
-    ],
-)
+@pytest.mark.parametrize("family", in_runs(large=["qwen3_moe"], product=["qwen2_moe", "qwen3_vl_moe"]))
 def test_two_devices_share_out_experts(cluster, tmp_path, measured, family):
     """Each has half of them whole, loads those alone of a sync, and leaves the others to the other device."""
     prompts = PROMPTS

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cover import in_runs
 from support.huggingface import compute_logprobs, load_folder, make_batch, measure_differences, move_weights
 from support.models import VOCAB
 from support.rollout_workers import Prompt, ask, draw, find_unlike, make_requests, send, start_engine
@@ -30,9 +31,7 @@ def sampling(count=4, temperature=1.0, seed=1, max_tokens=8):
     return Sampling(count, temperature, max_tokens, (seed,), STOP)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=pytest.mark.large)]
-)
+@pytest.fixture(scope="module", params=in_runs(default=[True], product=[False]), ids=["tied", "untied"])
 def rollout(request, cluster, make_hf_model):
     """An engine, its model's folder and whether it is tied. The trainers' default run has one that is not."""
     folder = make_hf_model("qwen2", request.param)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import rollout_workers
+from support.cover import in_runs
 from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
 from support.huggingface import make_batch, measure_differences, measure_versions, move_weights, name_weights
 from support.models import make_vlm, read_config
@@ -26,15 +27,12 @@ pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)
 BY_DEFAULT = ("qwen3_vl", "gemma3")
 """Families whose processes the default run has room for."""
-OTHERS = (*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES, *IMAGE_STATE_FAMILIES)
-OTHERS = [family for family in OTHERS if family not in BY_DEFAULT]
+OTHERS = [family for family in (*IMAGE_FAMILIES, *IMAGE_EXPERT_FAMILIES) if family not in BY_DEFAULT]
 LAST = 4
 """The prompt that ends in an image."""
 
 
-@pytest.fixture(
-    scope="module", params=[*BY_DEFAULT, *(pytest.param(family, marks=pytest.mark.large) for family in OTHERS)]
-)
+@pytest.fixture(scope="module", params=in_runs(BY_DEFAULT, IMAGE_STATE_FAMILIES, OTHERS))
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)

@@ -64,6 +64,7 @@ def test_attention_is_what_the_oracle_allows(one_rank, platform, cp, rule, lengt
 @matrix(
     {"platform": PLATFORMS, "cp": (1, 2, 4), "rule": RULES, "pack": SHARED, "slots": (0, 96)},
     allowed=lambda case: case["rule"].causal and honoured(case["platform"], "thd", case["cp"], case["rule"]),
+    triples=True,
 )
 def test_shared_beginnings_are_seen_as_the_oracle_allows(one_rank, platform, cp, rule, pack, slots):
     """All but a mask on an NPU, which is refused of them."""

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import pytest
+from support.cover import in_runs
 from support.factors import LAYOUTS, STATE_EXPERT_FAMILIES, STATE_FAMILIES, parse_size
 from support.ranks.engines_cases import build_engine, gather_logits, make_batch, plan
 from support.ranks.pool import draw_address
@@ -42,26 +44,30 @@ def probe(rank, world, address, folder, settings, faults, platform="cpu"):
     return found
 
 
-@pytest.mark.large
-@pytest.mark.parametrize(
-    ("size", "family", "platform"),
-    [
-        *((size, STATE_FAMILIES[0], "cpu") for size in ("one", "TP2", "CP2", "PP2", "TP2-CP2")),
-        *((size, family, "cpu") for size in ("one", "TP2", "DP2-EP2") for family in STATE_EXPERT_FAMILIES),
-        *((size, STATE_FAMILIES[0], "cuda-emulated") for size in ("one", "TP2-CP2")),
-    ],
-)
-def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, size, family, platform):
+IN_CI = [(STATE_FAMILIES[0], size, "cpu") for size in ("TP2", "CP2", "PP2")]
+IN_CI += [("qwen3_next", "DP2-EP2", "cpu"), (STATE_FAMILIES[0], "one", "cuda-emulated")]
+BY_HAND = [
+    *product(STATE_FAMILIES, ("one", "TP2-CP2"), ("cpu",)),
+    *product(STATE_EXPERT_FAMILIES, ("one", "TP2"), ("cpu",)),
+    ("qwen3_5_moe_text", "DP2-EP2", "cpu"),
+    (STATE_FAMILIES[0], "TP2-CP2", "cuda-emulated"),
+]
+
+
+@pytest.mark.parametrize(("family", "size", "platform"), in_runs(large=IN_CI, product=BY_HAND))
+def test_nothing_is_heard_but_the_past_of_the_same_sequence(pool_of, make_hf_model, family, size, platform):
     case = draw_address(), make_hf_model(family, False), parse_size(size), [""], platform
     for rank in pool_of(size).run(probe, *case):
         assert rank[""] == ({"bshd": [], "thd": [], "tokens": []}, 0.0)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("platform", ["cpu", "cuda-emulated"])
-def test_every_leak_is_named(one_rank, make_hf_model, measured, platform):
+@pytest.mark.parametrize(
+    ("platform", "leaks"),
+    in_runs(large=[("cpu", ["states run on"])], product=[("cpu", LEAKS), ("cuda-emulated", LEAKS)]),
+)
+def test_every_leak_is_named(one_rank, make_hf_model, measured, platform, leaks):
     assert all(FAULTS[name].found_by == "attention" for name in LEAKS)
-    (rank,) = one_rank.run(probe, draw_address(), make_hf_model(STATE_FAMILIES[0], False), {}, LEAKS, platform)
+    (rank,) = one_rank.run(probe, draw_address(), make_hf_model(STATE_FAMILIES[0], False), {}, leaks, platform)
     for name, (influences, moved) in rank.items():
         layers = influences["thd"]
         assert len(layers) == 3, f"{name}: in each layer with a state"

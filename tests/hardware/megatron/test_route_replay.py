@@ -5,6 +5,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from support.cover import in_runs
 from support.factors import parse_size
 from support.huggingface import name_gradients, run_forward
 from support.ranks.engines_cases import build_engine, make_batch, plan
@@ -112,8 +113,9 @@ def test_recomputation_and_shared_prompts(compare):
     compare("one", "grouped", share="prompts", recompute="full", micro_batch_tokens=60)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("size", ["TP2", "CP2", "PP2", "DP2-EP2", "TP2-EP2", "TP2-ETP2", "CP2-EP2", "PP2-TP2-EP2"])
+@pytest.mark.parametrize(
+    "size", in_runs(large=["TP2-ETP2", "CP2-EP2", "PP2-TP2-EP2"], product=["TP2", "CP2", "PP2", "DP2-EP2", "TP2-EP2"])
+)
 def test_ranks(compare, size):
     compare(size, layout="bshd", recompute="full", micro_batch_tokens=60)
     compare(size, "grouped", share="prompts")

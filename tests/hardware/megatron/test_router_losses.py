@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from support.cover import in_runs
 from support.factors import parse_size
 from support.huggingface import name_gradients, run_forward
 from support.ranks.engines_cases import build_engine, make_batch, plan
@@ -188,8 +189,7 @@ def test_a_shared_prompt_counts_once(compare):
         assert schedule.count_computed() < 0.9 * sum(schedule.lengths)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("size", ["TP2", "CP2", "TP2-EP2", "TP2-ETP2", "CP2-EP2"])
+@pytest.mark.parametrize("size", in_runs(large=["TP2-EP2", "CP2-EP2"], product=["TP2", "CP2", "TP2-ETP2"]))
 def test_gradients_over_ranks_of_a_replica(compare, size):
     for settings in ({"layout": "thd", "pad_to_multiple_of": 16}, {"layout": "bshd", "recompute": "full"}):
         assert count_micro_batches(compare(size, BALANCE, Z, **settings)) == 1
@@ -216,7 +216,6 @@ def test_gradients_over_replicas(compare, size):
     assert sorted(rank["dummies"] for rank in ranks) == [0, 1], "a dummy adds nothing"
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("size", ["PP2-DP2-EP2", "CP2-TP2-EP2", "TP2-DP2-EP4"])
+@pytest.mark.parametrize("size", in_runs(large=["TP2-DP2-EP4"], product=["PP2-DP2-EP2", "CP2-TP2-EP2"]))
 def test_gradients_over_four_ranks(compare, size):
     compare(size, BALANCE, Z, micro_batch_tokens=40)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cover import in_runs
 from support.factors import count_ranks, parse_size
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
@@ -80,8 +81,7 @@ def test_biases_move_by_the_load_of_the_step(one_rank, make_hf_model):
     assert torch.equal(read_biases(broken["weights"]), read_biases(before)), "a step that is not taken moves none"
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("size", ["DP2-EP2", "TP2-EP2", "CP2", "PP2", "TP2-ETP2"])
+@pytest.mark.parametrize("size", in_runs(large=["DP2-EP2", "CP2"], product=["TP2-EP2", "PP2", "TP2-ETP2"]))
 def test_biases_move_alike_over_ranks(one_rank, pool_of, make_hf_model, size):
     folder, settings = make_hf_model("glm4_moe", False), {"router_bias_rate": RATE}
     (alone,) = one_rank.run(step, draw_address(), folder, settings)

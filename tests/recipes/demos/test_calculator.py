@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from support.cover import in_runs
 from support.program import run_recipe
 
 from engines.models.spec import ModelSpec
@@ -66,11 +67,10 @@ def test_a_misled_calculator_returns_what_has_nothing_to_do_with_the_call():
 
 @pytest.mark.parametrize(
     ("demo", "options"),
-    [
-        pytest.param("calculator", (), marks=pytest.mark.large, id="in process"),
-        pytest.param("calculator_openai", (), marks=pytest.mark.product, id="by calls"),
-        pytest.param("calculator_openai", ("--rollout.staleness", "1"), marks=pytest.mark.large, id="by calls, ahead"),
-    ],
+    in_runs(
+        large=[("calculator", ())],
+        product=[("calculator_openai", ()), ("calculator_openai", ("--rollout.staleness", "1"))],
+    ),
 )
 def test_it_runs_as_a_program(cluster, tmp_path, demo, options):
     """And the control beside it, which hands out the same rewards in another order."""

@@ -59,14 +59,15 @@ VLM, VLM_NPU = ["--actor.layout", "bshd", "--shuffle-rewards"], ["--actor.tp", "
 PPO = ["--critic.warmup-steps", "1", *VLM]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        pytest.param("demos.ppo", PPO, marks=pytest.mark.large, id="ppo-dp2"),
-        pytest.param("demos.experts", ["--actor.layout", "bshd"], marks=pytest.mark.large, id="experts-ep2"),
-        pytest.param("demos.states", ["--actor.tp", "2"], marks=pytest.mark.large, id="states-tp2"),
-        pytest.param("demos.vlm", VLM, marks=pytest.mark.product, id="vlm-dp2"),
-        pytest.param("demos.vlm", VLM_NPU, marks=pytest.mark.product, id="vlm-tp2-npu"),
+        pytest.param("demos.ppo", PPO, id="ppo-dp2"),
+        pytest.param("demos.experts", ["--actor.layout", "bshd"], id="experts-ep2"),
+        pytest.param("demos.states", ["--actor.tp", "2"], id="states-tp2"),
+        pytest.param("demos.vlm", VLM, id="vlm-dp2"),
+        pytest.param("demos.vlm", VLM_NPU, id="vlm-tp2-npu"),
     ],
 )
 def test_others_run_as_programs(tmp_path, recipe, options):

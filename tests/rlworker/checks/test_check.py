@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.cover import in_runs
 from support.factors import PLATFORMS
 from support.models import write_config
 from support.program import run_program
@@ -30,7 +31,7 @@ from rlworker.checks.tiny_models import make_tiny_model
 from rlworker.checks.trainer import Finding, _describe_influences
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.large)])
+@pytest.mark.parametrize("ranks", in_runs(default=[2], product=[4]))
 def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks):
     """A user's model over two pipeline stages, and two replicas of them, with a pack of a fixed size, and samples from
     the likeliest ids alone."""
@@ -76,14 +77,16 @@ def test_a_rank_that_dies_is_named(cluster, make_hf_model):
 
 @pytest.mark.parametrize(
     ("tiny", "sizes"),
-    [
-        pytest.param("gemma3", MegatronConfig(ranks=2, cp=2), marks=pytest.mark.large),
-        pytest.param("qwen2_5_vl", MegatronConfig(ranks=2, pp=2), marks=pytest.mark.product),
-        pytest.param("qwen3_vl", MegatronConfig(ranks=4, cp=2, tp=2), marks=pytest.mark.large),
-        pytest.param("qwen3_5", MegatronConfig(ranks=4, cp=2, tp=2), marks=pytest.mark.large),
-        pytest.param("qwen2_5_vl", MegatronConfig(ranks=2, tp=2), marks=pytest.mark.product),
-        pytest.param("qwen3_vl", MegatronConfig(ranks=2), marks=pytest.mark.product),
-    ],
+    in_runs(
+        large=[("gemma3", MegatronConfig(ranks=2, cp=2))],
+        product=[
+            ("qwen2_5_vl", MegatronConfig(ranks=2, pp=2)),
+            ("qwen3_vl", MegatronConfig(ranks=4, cp=2, tp=2)),
+            ("qwen3_5", MegatronConfig(ranks=4, cp=2, tp=2)),
+            ("qwen2_5_vl", MegatronConfig(ranks=2, tp=2)),
+            ("qwen3_vl", MegatronConfig(ranks=2)),
+        ],
+    ),
 )
 def test_a_model_that_sees_images_passes(cluster, tmp_path, tiny, sizes):
     from rlworker.checks.check import run_check
@@ -97,10 +100,12 @@ def test_a_model_that_sees_images_passes(cluster, tmp_path, tiny, sizes):
 ADAPTED = ("--actor.lora.rank", "4")
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
     ("tiny", "dtype", "size"),
-    [("qwen2", "float32", {"tp": 2}), ("qwen2", "bfloat16", {"tp": 2}), ("qwen3_moe", "float32", {"ep": 2})],
+    in_runs(
+        large=[("qwen3_moe", "float32", {"ep": 2})],
+        product=[("qwen2", "float32", {"tp": 2}), ("qwen2", "bfloat16", {"tp": 2})],
+    ),
 )
 def test_adapters_pass_at_two_ranks(cluster, tmp_path, tiny, dtype, size):
     from rlworker.checks.check import run_check
@@ -116,7 +121,7 @@ def test_adapters_pass_at_two_ranks(cluster, tmp_path, tiny, dtype, size):
     assert merged and float(merged[1]) > (1e-4 if dtype == "bfloat16" else 1e-8)
 
 
-@pytest.mark.large
+@pytest.mark.product
 def test_faults_of_adapters_are_found(cluster):
     command = [Path(sys.executable).parent / "rlworker", "check", "--json", "--self-test", *ADAPTED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
@@ -127,11 +132,28 @@ def test_faults_of_adapters_are_found(cluster):
     assert "sent without their adapters" in found["frozen weights"]["text"]
 
 
+FEW_FAULTS = ("whole-buffer causal", "padding seen", "the label of a neighbour", "a column shifted", "stale weights")
+
+
+@pytest.mark.large
+def test_planted_faults_are_found(cluster, monkeypatch, tmp_path):
+    """Of each check on one rank of a dense model; all faults are planted by hand."""
+    from rlworker.checks import self_test
+
+    monkeypatch.setattr(self_test, "running_ray", lambda *_: nullcontext())
+    monkeypatch.setattr(self_test, "FAULTS", {name: FAULTS[name] for name in FEW_FAULTS})
+    found = self_test.run_self_test(CheckConfig(self_test=True), str(tmp_path), print)
+    faults = {finding.where: finding for finding in found if finding.check == "fault"}
+    assert set(faults) == set(FEW_FAULTS) and {finding.outcome for finding in found} == {"ok"}, found
+    assert all(finding.text.startswith(FAULTS[name].found_by) for name, finding in faults.items()), found
+    assert "see a neighbour in the pack" in faults["whole-buffer causal"].text
+    assert "see padding" in faults["padding seen"].text
+    assert re.search(r"\d+ of \d+ tensors are not those that were sent", faults["stale weights"].text)
+
+
+@pytest.mark.product
 @pytest.mark.timeout(820)
-@pytest.mark.parametrize(
-    "platform",
-    [pytest.param(name, marks=pytest.mark.large if name == "cpu" else pytest.mark.product) for name in PLATFORMS],
-)
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
     command = [Path(sys.executable).parent / "rlworker", "check", "--json", "--self-test", "--platform", platform]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
@@ -269,7 +291,7 @@ def test_faults_are_planted_where_the_code_is_that_they_change(monkeypatch):
         assert set(FAULTS) - set(planted) == absent
 
 
-@pytest.mark.large
+@pytest.mark.product
 def test_faults_are_found_in_a_given_model(make_hf_model):
     """On a real one they are told in docs/masks.md."""
     command = [Path(sys.executable).parent / "rlworker", "check", make_hf_model("qwen2", True), "--json", "--self-test"]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.cover import in_runs
 from support.ranks.engines_cases import leave_groups, start_process
 from support.suite.imports import ROOT, files_of, imported
 
@@ -21,6 +22,7 @@ from rlworker.checks.device import attention, contract, engine
 from rlworker.checks.device.report import Device, build_report, format_table
 
 SCRIPT = ROOT / "scripts" / "device_check.py"
+PARTS = ["attention", "engine", "memory", "reads", "speed", "contract"]
 ABSENT = ("ray", "vllm", "tyro", "pytest", "pydantic", "datasets", "accelerate", "xxhash")
 BLOCKED = f"""
 import runpy, sys
@@ -65,7 +67,7 @@ def run_parts(rank, world, name, parts, folder):
     return build_report(device, findings)
 
 
-@pytest.mark.parametrize("platform", ["npu-emulated", pytest.param("cuda-emulated", marks=pytest.mark.large)])
+@pytest.mark.parametrize("platform", in_runs(default=["npu-emulated"], large=["cuda-emulated"]))
 def test_an_emulator_is_as_stated(one_rank, tmp_path, platform):
     report = one_rank.run(run_parts, platform, ["reads", "memory", "contract"], str(tmp_path))[0]
     assert report["passed"], [line for line in report["findings"] if line["outcome"] == "FAILED"]
@@ -157,15 +159,19 @@ def test_what_is_not_there_is_said_before_anything_is_built(monkeypatch, capsys,
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "platform",
-    [pytest.param("cuda-emulated", marks=pytest.mark.large), pytest.param("npu-emulated", marks=pytest.mark.product)],
+    ("platform", "parts"),
+    in_runs(
+        large=[("npu-emulated", ["attention", "memory", "contract"])],
+        product=[("cuda-emulated", PARTS), ("npu-emulated", PARTS)],
+    ),
 )
-def test_it_runs_whole_where_ray_vllm_and_tyro_are_not(tmp_path, measured, platform):
+def test_it_runs_where_ray_vllm_and_tyro_are_not(tmp_path, measured, platform, parts):
     report = tmp_path / "report.json"
-    command = [sys.executable, "-W", "ignore", "-c", BLOCKED, "--platform", platform, "--json", str(report)]
+    options = ["--platform", platform, "--only", ",".join(parts), "--json", str(report)]
+    command = [sys.executable, "-W", "ignore", "-c", BLOCKED, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = json.loads(report.read_text())["findings"]
     assert {line["evidence"] for line in lines} <= {"emulated", "table", "untested"}
-    assert {line["check"].split()[0] for line in lines} == {*load_script().PARTS}
+    assert {line["check"].split()[0] for line in lines} == {*parts}
     measured({"lines": len(lines)})

@@ -14,7 +14,7 @@ from engines.megatron.memory.estimate import estimate_padding
 from engines.models.spec import ModelSpec
 from hardware.platform import KernelMemory
 from rlworker.__main__ import main
-from rlworker.checks.plan import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
+from rlworker.checks.plan.recipe import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig

@@ -5,12 +5,14 @@ processors for sampling divide by the temperature and suppress tokens, its own i
 torch's ``Categorical`` has the entropy. The weighted loss is added up here, one target after another.
 """
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import psutil
@@ -38,6 +40,7 @@ from rlworker.checks.huggingface import (
     probe_loss,
 )
 from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny_states import build_model
 from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
 
 TEMPERATURE = 0.7
@@ -208,3 +211,23 @@ def test_limits_are_a_models_own_rounding(make_hf_model, tmp_path, monkeypatch):
     assert "limits are estimated" in told[0] and told[1:] == ["HuggingFace, float32"]
     trainer = CheckedTrainer("cpu", MegatronConfig(), spec, case, short, Ranks(reference, 0.0))
     assert all(finding.text.endswith("limit 1e-04, estimated") for finding in check_layouts(trainer))
+
+
+def test_transformers_computes_states_in_torch_where_fla_is_installed(monkeypatch):
+    """The kernels take no float64 and nothing of a CPU, where references are computed."""
+    import transformers
+
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.delitem(sys.modules, "causal_conv1d", raising=False)
+    there, found = [], torch.nn.Module()
+    found.get_input_embeddings = lambda: torch.nn.Embedding(2, 2)  # pyright: ignore
+
+    def note(*_, **__):
+        there.append([name for name in ("fla", "causal_conv1d") if find_spec(name)])
+        return found
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", note)
+    assert build_model(transformers.AutoModelForCausalLM, transformers.PretrainedConfig()) is found
+    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "from_pretrained", note)
+    load_huggingface(SimpleNamespace(architecture="Qwen2ForCausalLM", folder="", experts=None))  # pyright: ignore
+    assert there == [[], []] and sys.modules["fla"] is not None and "causal_conv1d" not in sys.modules

@@ -149,7 +149,7 @@ def test_an_end_beyond_the_vocabulary_is_refused_before_anything_starts(launch):
     saved.write_text(before)
 
 
-@pytest.mark.parametrize("cases_each", [3, pytest.param(20, marks=pytest.mark.large)])
+@pytest.mark.parametrize("cases_each", [1, pytest.param(20, marks=pytest.mark.large)])
 def test_whatever_is_broken_is_refused_by_name(launch, cases_each):
     for wrong in (*FIELDS, *[PASS_THROUGH] * 3):
 

@@ -18,7 +18,7 @@ from engines.config import VllmConfig
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.plan import plan_recipe
+from rlworker.checks.plan.recipe import plan_recipe
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig

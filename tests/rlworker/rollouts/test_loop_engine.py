@@ -23,7 +23,7 @@ from rlworker.environments.reward import make_environment
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 CONFIG = VllmConfig(max_new_tokens=256, max_model_len=512, max_num_seqs=160, kv_cache_mb=256, staleness=8)
-UPDATES, ROWS, SAMPLES, TOKENS = 22, 16, 8, 250
+UPDATES, ROWS, SAMPLES, TOKENS = 10, 16, 8, 120
 LIMITS = replace(SHORT, sample_tokens=256, tokens=512)
 
 
@@ -131,13 +131,13 @@ def test_an_engine_that_is_killed_loses_no_draw(running, folder):
     lost: dict = {}
     rollouts.replace_lost(lost.update, lambda workers: None)
     rows = make_rows(24)
-    draw = loop.begin(rows, Sampling(4, 1.0, 200, (1,), ()))
+    draw = loop.begin(rows, Sampling(4, 1.0, 120, (1,), ()))
     killing = threading.Timer(0.5, ray.kill, rollouts.workers[1:])
     killing.start()
     groups = loop.wait(draw)
     killing.join()
     assert [group[0].row for group in groups] == rows and lost.keys() == {"rollout engine 1"}
-    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {200}
+    assert {len(completion.token_ids) for group in groups for one in group for completion in one.completions} == {120}
     prompts = [Prompt(group[0].row.prompt_ids) for group in groups for _ in range(4)]
     completions = [completion for group in groups for one in group for completion in one.completions]
     assert measure_versions({0: load_folder(folder)}, prompts, completions)[0].mean() <= 2e-6

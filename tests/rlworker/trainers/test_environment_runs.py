@@ -123,7 +123,6 @@ def test_the_run_folder_has_episodes_turn_by_turn(finished):
 
 def test_a_run_of_episodes_repeats_line_for_line_also_where_processes_are_killed(finished, config, tmp_path):
     """Tools of random duration; processes of environments, and an engine, are killed in the middle of rounds."""
-    assert run(config, tmp_path / "again") == finished[0]
 
     def kill_some(trainer):
         import ray

@@ -234,7 +234,7 @@ def test_turns_change_no_number(runs):
     assert "sampling was called, and a sleep of level 2 dropped the weights" in said["dropped"]
 
 
-@pytest.mark.large
+@pytest.mark.product
 @pytest.mark.parametrize("lost", ["rollout engine 1", "actor rank 1"])
 def test_a_run_that_takes_turns_resumes_and_replaces_what_it_lost(runs, lost):
     """Resumed from a run of the other kind after step 1, the reference and half of the optimizers on the host; the

@@ -101,7 +101,7 @@ def test_a_terminal_a_second_run_and_an_impatient_user(tmp_path, monkeypatch):
     check_folder(tmp_path / "run")
 
 
-@pytest.mark.large
+@pytest.mark.product
 @pytest.mark.timeout(900)
 def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(tmp_path):
     prepare(tmp_path)

@@ -426,7 +426,7 @@ def test_adapters_learn_are_sent_merged_and_resume(make_hf_model, data, tmp_path
     assert first["kl"] > lines[-1]["kl"] and first["logprob_diff_mean"] <= MEAN_LIMIT
 
 
-@pytest.mark.large
+@pytest.mark.product
 def test_a_critic_that_shares_the_actors_weights_learns_bit_for_bit_as_one_with_a_copy(make_hf_model, data, tmp_path):
     """In processes beside the rollout engines, and in turns with them on the same devices."""
     config = make_config(

@@ -73,7 +73,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
     return {"held": held, "planned": planned, "parameters": parameters, "wanted": wanted}
 
 
-@matrix({"size": TWO_RANKS, "model": tuple(MODELS), "dtype": ("float32", "bfloat16")})
+@matrix({"size": TWO_RANKS, "model": tuple(MODELS), "dtype": ("float32", "bfloat16")}, triples=True)
 def test_planned_bytes_are_those_of_the_engine(two_ranks, make_hf_model, size, model, dtype):
     family, tied, head = MODELS[model]
     folder, settings = make_hf_model(family, tied), parse_size(size)
@@ -138,6 +138,7 @@ def test_planned_bytes_where_a_model_with_images_has_states(two_ranks, tmp_path,
 @matrix(
     {"size": TWO_RANKS, "family": IMAGE_FAMILIES, "frozen": ("", "vision", "vision projector", "language")},
     allowed=lambda case: (case["size"], case["frozen"]) != ("PP2", "language"),
+    triples=True,
 )
 def test_planned_bytes_of_a_vision_language_model(two_ranks, tmp_path, size, family, frozen):
     settings = parse_size(size) | {"freeze": tuple(frozen.split())}

@@ -1,8 +1,10 @@
 """Vision-language models against HuggingFace run one sequence at a time, in fp32, over parallel sizes and layouts."""
 
+from itertools import product
+
 import pytest
 import torch
-from support.cover import matrix
+from support.cover import in_runs, in_turn, matrix
 from support.factors import (
     EXPERT_SIZES,
     FOUR_RANKS,
@@ -85,7 +87,11 @@ def can_learn(case: dict) -> bool:
         **{part: (f"{part} learns", f"{part} frozen") for part in PARTS},
     },
     allowed=can_learn,
-    heavy=lambda case: case["size"] in ("DP2", *FOUR_RANKS) and case["family"] not in TILED,
+    heavy=lambda case: (
+        (case["size"] in ("DP2", "PP2") and case["family"] not in TILED)
+        or (case["size"] == "CP2" and case["family"] not in (*TILED, "gemma3"))
+        or (case["size"] in FOUR_RANKS and case["family"] != TILED[0])
+    ),
 )
 def test_parity(compare, size, family, layout, recompute, micro, vision, projector, language):
     frozen = tuple(state.split()[0] for state in (vision, projector, language) if "frozen" in state)
@@ -102,19 +108,14 @@ def experts(tmp_path_factory, images):
 
 
 WITH_EXPERTS = [
-    *(("one", layout, "cpu") for layout in LAYOUTS),
-    *(pytest.param(size, layout, "cpu", marks=pytest.mark.large) for size in EXPERT_SIZES for layout in LAYOUTS),
-    *(
-        pytest.param(size, layout, platform, marks=pytest.mark.large)
-        for platform in PLATFORMS[1:]
-        for size in ("one", "TP2-EP2")
-        for layout in LAYOUTS
-    ),
+    *(("cpu", "one", layout) for layout in LAYOUTS),
+    *in_turn(product(("cpu",), EXPERT_SIZES), LAYOUTS),
+    *in_turn(PLATFORMS[1:], product(("TP2-EP2", "one"), LAYOUTS)),
 ]
 
 
-@pytest.mark.parametrize(("size", "layout", "platform"), WITH_EXPERTS)
-def test_experts(pool_of, images, experts, measured, size, layout, platform):
+@pytest.mark.parametrize(("platform", "size", "layout"), WITH_EXPERTS)
+def test_experts(pool_of, images, experts, measured, platform, size, layout):
     """Of the weights too, after three steps."""
     folder, reference = experts
     settings = parse_size(size) | {"layout": layout, "optimizer": OPTIMIZER, "steps": 3}
@@ -130,15 +131,14 @@ def states(tmp_path_factory, images):
 
 
 WITH_STATES = [
-    pytest.param(size, layout, platform, marks=() if (size, layout) == ("one", "thd") else pytest.mark.large)
-    for platform in PLATFORMS
-    for size in (SIZES if platform == "cpu" else ("CP2",))
-    for layout in LAYOUTS
+    ("cpu", "one", "thd"),
+    *in_runs(product=[("cpu", "one", "bshd")]),
+    *in_turn([*product(("cpu",), SIZES[1:]), *product(PLATFORMS[1:], ("CP2",))], LAYOUTS),
 ]
 
 
-@pytest.mark.parametrize(("size", "layout", "platform"), WITH_STATES)
-def test_states(pool_of, images, states, measured, size, layout, platform):
+@pytest.mark.parametrize(("platform", "size", "layout"), WITH_STATES)
+def test_states(pool_of, images, states, measured, platform, size, layout):
     """Of the weights too, after three steps; recomputed where there are several stages, in several micro-batches where
     contexts are cut."""
     folder, reference = states
@@ -150,7 +150,8 @@ def test_states(pool_of, images, states, measured, size, layout, platform):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in TILED else pytest.mark.large) for f in IMAGE_FAMILIES]
+    "family",
+    in_runs(default=TILED, large=["gemma3"], product=[f for f in IMAGE_FAMILIES if f not in (*TILED, "gemma3")]),
 )
 def test_parity_where_some_ranks_see_no_image(four_ranks, folders, images, measured, family):
     """One image over four ranks, in two of three sequences."""
@@ -196,7 +197,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.large), "qwen3_vl"])
+@pytest.mark.parametrize("family", in_runs(default=["qwen3_vl"], large=["qwen2_5_vl"]))
 def test_parity_otherwise(compare, family, case):
     """Where there is memory for one image, one is decoded at once; packs of a fixed size."""
     size, settings = OTHERS[case]

@@ -1,16 +1,23 @@
 """Ranks in shapes, against the plan and against the same code with numbers."""
 
+import math
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
+from support.cover import in_runs
 from support.models import write_config
+from support.ranks.engines_cases import build_engine
+from support.ranks.pool import draw_address
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from engines.megatron.memory.activations import count_kept
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
+from hardware.shapes.calls import Call, describe_call
 from hardware.shapes.platform import make_shaped
 from rlworker.checks.shapes.case import RankCase, RankCount
 from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, plan_rank, run_cases
@@ -81,15 +88,15 @@ def test_a_platform_with_operators_of_its_own_is_refused():
             make_shaped(get_platform(name))
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"ranks": 4, "tp": 2, "pp": 2},
-        {"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"},
-        {"ranks": 8, "tp": 4, "optimizer": OptimizerConfig(offload_fraction=0.25)},
-    ],
-    ids=["TP2-PP2", "CP2-PP2-recompute", "TP4-offload"],
+    in_runs(
+        large=[{"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"}],
+        product=[
+            {"ranks": 4, "tp": 2, "pp": 2},
+            {"ranks": 8, "tp": 4, "optimizer": OptimizerConfig(offload_fraction=0.25)},
+        ],
+    ),
 )
 def test_stages_and_parts_of_a_model(tmp_path, sizes):
     config = make_config(write_config(tmp_path, TINY), **sizes)
@@ -97,8 +104,7 @@ def test_stages_and_parts_of_a_model(tmp_path, sizes):
         check_static(config, case, count)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("sizes", [{"ranks": 2, "ep": 2}, {"ranks": 4, "ep": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", in_runs(large=[{"ranks": 2, "ep": 2}], product=[{"ranks": 4, "ep": 2, "pp": 2}]))
 def test_experts_with_balanced_and_with_worst_routes(tmp_path, sizes):
     config = make_config(write_config(tmp_path, EXPERTS), **sizes)
     found = run(config, [1])
@@ -136,8 +142,7 @@ def count_in_numbers(case: RankCase) -> tuple[dict[str, int], int]:
     return list_held(engine), saved.most
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("recompute", ["none", "core", "full"])
+@pytest.mark.parametrize("recompute", in_runs(large=["core"], product=["none", "full"]))
 def test_the_same_code_in_shapes_and_in_numbers(make_hf_model, recompute):
     config = MegatronConfig(recompute=recompute)
     case = RankCase(ModelSpec.from_folder(make_hf_model("qwen2", True)), config, "cuda-emulated", 0, 65, 4, 2)
@@ -146,6 +151,61 @@ def test_the_same_code_in_shapes_and_in_numbers(make_hf_model, recompute):
     (count,) = run_cases([case])
     assert count.held == held
     assert count.kept == pytest.approx(kept, rel=0.07)
+
+
+class Listening(TorchDispatchMode):
+    """Lists collectives and messages as they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "c10d":
+            self.calls.append(describe_call(operator, args))
+        return operator(*args, **kwargs or {})
+
+
+def listen(rank: int, world: int, address: str, case: RankCase) -> tuple[list[Call], list[tuple[str, int]]]:
+    """A real step's collectives: as torch was called, and as gloo says that it ran them, with the bytes it got."""
+    from rlworker.checks.shapes.rank import compute_loss, make_shard
+
+    config = case.config
+    engine = build_engine(rank, world, address, case.model, {"tp": config.tp, "pp": config.pp, "cp": config.cp})
+    shard = make_shard(case, engine.dp_rank)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace, Listening() as listening:
+        engine.train_step(shard, compute_loss, 1.0)
+    sizes = {"float": 4, "long": 8, "long int": 8, "int": 4, "": 0}
+    events = sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    heard = [
+        (event.name().removeprefix("gloo:"), math.prod(event.shapes()[0]) * sizes[event.dtypes()[0]])
+        for event in events
+        if event.name().startswith("gloo:")
+    ]
+    return listening.calls, heard
+
+
+OF_GLOO = {"allreduce": "all_reduce", "broadcast": "broadcast", "recv": "recv", "send": "send"}
+OF_GLOO |= dict.fromkeys(("allgather", "allgather_base", "allgather_into_tensor_coalesced"), "all_gather")
+OF_GLOO |= dict.fromkeys(("reduce_scatter_base", "reduce_scatter_tensor_coalesced"), "all_reduce")
+"""Torch's operator -> gloo's, which scatters sums by adding up the whole."""
+GATHERED = ("allgather_base", "allgather_into_tensor_coalesced")
+"""Operators whose largest tensor is gathered; gloo tells a rank's part of it."""
+
+
+@pytest.mark.large
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_collectives_are_those_that_gloo_ran(make_hf_model, four_ranks, sizes):
+    config = MegatronConfig(ranks=4, **sizes)
+    model = ModelSpec.from_folder(make_hf_model("qwen2", True))
+    cases = [RankCase(model, config, "cpu", rank, 65, 2, 3) for rank in (0, 3)]
+    ranks = four_ranks.run(listen, draw_address(), cases[0])
+    for (called, heard), count in zip(ranks[::3], run_cases(cases), strict=True):
+        assert count.calls == called
+        parts = [len(call.ranks) if call.name in GATHERED else 1 for call in called]
+        expected = [(OF_GLOO[call.name], call.nbytes // part) for call, part in zip(called, parts, strict=True)]
+        assert sorted(heard) == sorted(expected) and len(called) > 20
 
 
 @pytest.mark.large

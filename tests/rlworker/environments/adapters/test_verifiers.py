@@ -69,6 +69,7 @@ def test_tasks_are_played_side_by_side_and_rewarded_by_their_own_functions(envir
     assert all(record.turns == 1 and record.forks == 0 for record in records)
 
 
+@pytest.mark.product
 def test_a_taskset_that_is_not_there_fails_by_its_name(environment):
     wrong = replace(environment, settings={**SETTINGS, "taskset": {"id": "nothing_v1"}})
     (record,) = run(wrong, [replace(make_chat_row(), source={"index": 0})], limits=replace(PATIENT, time_limit_s=100.0))

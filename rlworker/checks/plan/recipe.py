@@ -20,6 +20,7 @@ from engines.megatron.memory.estimate import estimate_padding
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
+from rlworker.checks.plan.changes import describe_forecast
 from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, run_cases
 from rlworker.config.command_line import parse_config
 from rlworker.config.memory import (
@@ -56,7 +57,9 @@ class Plan:
     sees: bool
 
 
-def plan_recipe(recipe: str, settings: list[str], memory_gb: float, ranks: list[int] | None = None) -> tuple[str, bool]:
+def plan_recipe(
+    recipe: str, settings: list[str], memory_gb: float, ranks: list[int] | None = None, machine: str = ""
+) -> tuple[str, bool]:
     """Plan a recipe, and return the plan as text and whether it fits into memory.
 
     Args:
@@ -64,10 +67,11 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float, ranks: list[
         settings: options of the recipe's command line.
         memory_gb: memory of the device of each process; 0 takes this machine's memory for all processes together.
         ranks: trainer ranks to run in shapes as well; none chooses some, None runs none.
+        machine: name of the machine on which a step is forecast; empty forecasts none.
 
     Raises:
         RunError: a rank failed in shapes.
-        ValueError: the recipe is missing, or the settings do not fit each other or the models.
+        ValueError: the recipe is missing, the settings do not fit each other or the models, or no forecast is known.
     """
     default = _import_default(recipe)
     config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
@@ -89,6 +93,7 @@ def plan_recipe(recipe: str, settings: list[str], memory_gb: float, ranks: list[
     plan = replace(plan, batch=plan.batch | _describe_sharing(config, models["actor"]))
     text, fits = _judge(config, models, served, plan, memory_gb)
     text = f"{describe_plan(plan)}\n{text}"
+    text += f"\n\n{describe_forecast(config, models, machine)}" if machine else ""
     if ranks is None:
         return text, fits
     cases = list_cases(config, models["actor"], ranks or choose_ranks(config))

@@ -1,0 +1,1 @@
+"""Capsules: a step of a run that is kept, to be computed anew elsewhere."""

@@ -1,0 +1,52 @@
+"""Losses in a capsule, by the names of their functions and the arguments that are bound."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def describe_function(function: Callable) -> dict[str, Any]:
+    """Describe a function, or a ``functools.partial`` of one, as plain data: name, and bound arguments by keyword.
+
+    Raises:
+        ValueError: it is an object with a state of its own, or has positional arguments bound.
+    """
+    bound: dict[str, Any] = {}
+    while isinstance(function, partial):
+        if function.args:
+            raise ValueError(f"capsule: {function!r:.80} binds arguments by their place; bind them by keyword")
+        bound, function = function.keywords | bound, function.func
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
+    if not module or "<" in name:  # a lambda, or a function within another
+        raise ValueError(f"capsule: {function!r:.80} has no name in a module; define it in one")
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        module = main.__spec__.name if main.__spec__ else Path(str(main.__file__)).stem
+    described = {key: describe_function(value) if callable(value) else value for key, value in bound.items()}
+    return {"function": f"{module}:{name}", "bound": described}
+
+
+def find_function(described: dict[str, Any]) -> Callable:
+    """Find the function that ``describe_function`` described.
+
+    Raises:
+        ValueError: its module cannot be imported here, or has no such function.
+    """
+    module, _, name = described["function"].partition(":")
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"capsule: its loss {described['function']!r} cannot be found: {error}; start the command in the folder of "
+            "the recipe that has it"
+        ) from None
+    bound = {
+        key: find_function(value) if isinstance(value, dict) and "function" in value else value
+        for key, value in described["bound"].items()
+    }
+    return partial(function, **bound) if bound else function
