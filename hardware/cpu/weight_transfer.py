@@ -4,6 +4,7 @@ vLLM 0.32 brings no engine for a CPU. The classes here inherit the steps, the me
 replace the collective.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,34 @@ _TIMEOUT = timedelta(minutes=15)
 _LOOK = timedelta(seconds=1)
 
 
+class _Group:
+    """The sender, rank 0, and vLLM's workers, to which it sends in the background.
+
+    Work that has begun keeps the connections open, even of a group that is gone: all of it is held here, so that
+    ``destroy`` lets the other side hear of a failure.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int):
+        self._group: Any = ProcessGroupGloo(PrefixStore("group", store), rank, size, _TIMEOUT)
+        self._begun: deque[Any] = deque()
+
+    def begin(self, data: Tensor) -> None:
+        """Begin to send, or to receive, ``[bytes]``."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._begun.append(self._group.broadcast([data], options))
+
+    def wait(self, left: int = 0) -> None:
+        """Wait until at most so many tensors are on their way."""
+        while len(self._begun) > left:
+            self._begun.popleft().wait()
+
+    def destroy(self) -> None:
+        """Close the connections; the engines call it when they shut down."""
+        self._group = None
+        self._begun.clear()
+
+
 @dataclass
 class GlooTrainerInitInfo(NCCLTrainerInitInfo):
     """Settings of the sender's side."""
@@ -48,7 +77,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         store = TCPStore(init_info.master_address, init_info.master_port, None, False, _TIMEOUT)
         rank = init_info.rank_offset + self.parallel_config.rank
         store.set(f"here/{rank}", "")
-        self.model_update_group = _open_group(store, rank, init_info.world_size)
+        self.model_update_group = _Group(store, rank, init_info.world_size)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive weights; a CPU has no stream to wait for afterwards. A failure closes the connections, so that the
@@ -63,20 +92,17 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         """Receive all weights; while a chunk is loaded the next one is on its way."""
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         rows = zip(update_info.names, update_info.shapes, dtypes, strict=True)
-        arriving: tuple[Any, Tensor, list] | None = None
+        arriving: tuple[Tensor, list] | None = None
         for chunk in (*_cut_chunks(rows, self.packed_buffer_size_bytes), None):
             loading = arriving
             if chunk:
-                packed = torch.empty(sum(size for *_, size in chunk), dtype=torch.uint8)
-                arriving = _broadcast(self.model_update_group, packed), packed, chunk
+                arriving = torch.empty(sum(size for *_, size in chunk), dtype=torch.uint8), chunk
+                self.model_update_group.begin(arriving[0])
             if loading:
-                work, packed, whole = loading
-                work.wait()
+                self.model_update_group.wait(left=1 if chunk else 0)
+                packed, whole = loading
                 names, shapes, kinds, sizes = (list(column) for column in zip(*whole, strict=True))
                 self.model.load_weights(unpack_tensor(packed, names, shapes, kinds, sizes))
-
-    def shutdown(self) -> None:
-        self.model_update_group = None
 
 
 class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
@@ -106,7 +132,7 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         asking = ThreadPoolExecutor(max_workers=1)
         asked = asking.submit(client.init_weight_transfer_engine, worker_init_payload(invitation))
         _wait_for_workers(store, world, asked)
-        engine.model_update_group = _open_group(store, 0, world)
+        engine.model_update_group = _Group(store, 0, world)
         asked.result()
         asking.shutdown()
         return engine
@@ -116,17 +142,11 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
             for _ in source:
                 pass
             return
-        pairs, before = self._checked_iter(source, meta), None
+        pairs = self._checked_iter(source, meta)
         while chunk := pack_tensors(pairs, lambda pair: pair[1], self.packed_buffer_size_bytes):
-            work = _broadcast(self.model_update_group, chunk.packed_tensor)
-            if before:
-                before.wait()
-            before = work
-        if before:
-            before.wait()
-
-    def shutdown(self) -> None:
-        self.model_update_group = None
+            self.model_update_group.begin(chunk.packed_tensor)
+            self.model_update_group.wait(left=1)
+        self.model_update_group.wait()
 
 
 WeightTransferTrainerFactory.register_engine("gloo", GlooTrainerWeightTransferEngine)
@@ -141,17 +161,6 @@ def _wait_for_workers(store: Store, world_size: int, asked: Future) -> None:
         except DistStoreError:
             continue
     asked.result()
-
-
-def _open_group(store: Store, rank: int, size: int) -> ProcessGroupGloo:
-    return ProcessGroupGloo(PrefixStore("group", store), rank, size, _TIMEOUT)
-
-
-def _broadcast(group: Any, data: Tensor) -> Any:
-    """Begin to send ``[bytes]`` from rank 0 to all others; returns the work to wait for."""
-    options = BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([data], options)
 
 
 def _cut_chunks(rows: Iterable[tuple[str, list[int], torch.dtype]], most: int) -> Iterator[list[tuple]]:

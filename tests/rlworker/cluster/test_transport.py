@@ -95,10 +95,10 @@ class Member:
         return "gloo", self.devices
 
     def transfer(self, step: str, info: dict) -> None:
-        if step == self.dies_at:
-            os._exit(1)
         if info.get("is bad"):
             raise ValueError("bad")
+        if step == self.dies_at:
+            os._exit(1)
         self.steps.append((step, info))
 
     def begin_transfer(self, version: int) -> None:

@@ -92,7 +92,7 @@ def test_it_brings_the_bits_of_buckets(start, sender, make_hf_model, monkeypatch
     sampled = draw(workers[0], PROMPTS, sampling)
     with (
         monkeypatch.context() as patch,
-        pytest.raises(ray.exceptions.RayError, match=r"26 of 26 .* damaged on the way"),
+        pytest.raises(ray.exceptions.RayError, match=r"(\d+) of \1 .* damaged on the way"),
     ):
         patch.setattr("engines.vllm.transfer.checksum", lambda tensor: 1)
         sync(sender, Trainer(folder, 3), workers, 3)
@@ -125,5 +125,6 @@ def test_an_update_goes_on_without_an_engine_or_sender_that_is_lost(start, sende
     with pytest.raises(ray.exceptions.RayError):
         ray.get(ray.remote(max_retries=0)(lose).remote(None))
     assert ask(workers[1].get_version) == 2
+    sender.close()  # like a new one, which replaces the lost one
     assert sync(sender, Trainer(folder, 4), workers, 3)
     assert find_unlike(workers[1], export(folder, 4)) == set() and ask(workers[1].get_version) == 3

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Compiles requirements/requirements.in into the complete lists requirements/cpu.txt, cuda.txt and npu.txt.
-#   bash scripts/pins.sh              all three
-#   bash scripts/pins.sh cpu          one of them
-#   bash scripts/pins.sh wheels       finds for every pin of the three a wheel for Linux and Python 3.11, and its size
-#   bash scripts/pins.sh cpu -P ray   what follows goes to uv: here ray may move (-U: everything may)
+#   bash requirements/pins.sh              all three
+#   bash requirements/pins.sh cpu          one of them
+#   bash requirements/pins.sh wheels       finds for every pin of the three a wheel for Linux and Python 3.11, and its size
+#   bash requirements/pins.sh cpu -P ray   what follows goes to uv: here ray may move (-U: everything may)
 # A pin stays as it is for as long as pyproject.toml and the other packages allow. Metadata is read, wheels are not
 # downloaded. requirements/overrides/ says where a list departs from what its packages publish. The comment at the top
 # of a list is written by hand, and kept.
