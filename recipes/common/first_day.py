@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _SIZES = ("--prompts-per-step", "8", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "16")
 _SIZES += ("--data.max-prompt-tokens", "64", "--rollout.max-model-len", "128", "--rollout.max-num-seqs", "64")
 _SIZES += ("--rollout.kv-cache-mb", "512", "--actor.micro-batch-tokens", "1024")
-_SIZES += ("--checkpoint.save-minutes", "0", "--no-checkpoint.keep-best")
+_SIZES += ("--checkpoint.save-minutes", "0", "--checkpoint.no-keep-best")
 _MEASURED = ("time_step", "time_rollout", "time_update", "time_sync", "tokens_per_second", "flops_per_second")
 _MEASURED += ("logprob_diff_mean", "prompt_sharing", "memory_gb", "rollout_memory_gb")
 """Fields of metrics.jsonl whose medians are figures of a run; the first two steps do not count."""
@@ -164,7 +164,8 @@ def _to_file_name(name: str) -> str:
 def _judge(done: subprocess.CompletedProcess[str], rows: Sequence[dict]) -> tuple[bool, str]:
     """Tell whether a program ended well, and count its rows or quote its last line."""
     failed = [f"{row['check']} {row['where']}: {row['text']}" for row in rows if row["outcome"] == "FAILED"]
-    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+    said = [line for line in (done.stdout + done.stderr).splitlines() if any(map(str.isalnum, line))]  # and no frames
+    last = said[-1] if said else "no output"
     text = f"{len(rows) - len(failed)} of {len(rows)} lines passed" if rows else last
     return done.returncode == 0, "; ".join([text, *failed[:5]])
 

@@ -253,7 +253,7 @@ class WeightSender:
         """Send an engine's weights as ``version``. Every rank of the engine must call it.
 
         Args:
-            max_bytes: most bytes of a bucket, where weights travel over Ray.
+            max_bytes: most bytes of a bucket, and bytes of a chunk of vLLM's weight transfer.
 
         Returns:
             the digests by ``plan`` on the rank that leads, tensor -> digest; None there where workers were lost on the
@@ -274,17 +274,22 @@ class WeightSender:
             send_buckets(pack_buckets(export(), max_bytes), [each.worker for each in receivers], version)
             return digests
         leads = engine.is_leader and not engine.dp_rank
-        sent = self._transfer(export, receivers, version, 0 if leads else 1)
+        sent = self._transfer(export, receivers, version, max_bytes, 0 if leads else 1)
         return (digests if leads else {}) if sent else None
 
     def _transfer(
-        self, export: Callable[[], Iterator[tuple[str, Tensor]]], receivers: Sequence[Receiver], version: int, rank: int
+        self,
+        export: Callable[[], Iterator[tuple[str, Tensor]]],
+        receivers: Sequence[Receiver],
+        version: int,
+        chunk: int,
+        rank: int,
     ) -> bool:
         """Send what ``export`` yields by vLLM's weight transfer; False where rollout workers were lost.
 
         Args:
             export: a collective, which is run to its end also after a failure.
-            rank: 0 on the rank that leads.
+            chunk: bytes that travel at a time. rank: 0 on the rank that leads.
         """
         from engines.vllm.transfer import ExportedWeights
 
@@ -292,7 +297,7 @@ class WeightSender:
         self._metadata = source.metadata()  # before anything can fail on one rank alone
         try:
             if self._receivers != receivers:
-                self._open(source, receivers, rank)
+                self._open(source, receivers, chunk, rank)
             assert self._client
             self._engine.source = source
             self._client.version, self._client.checksums, self._client.failure = version, source.checksums, None
@@ -304,7 +309,7 @@ class WeightSender:
             source.drain()  # in which the other ranks are still to meet this one
             return self._give_up(error)
 
-    def _open(self, source: ExportedWeights, receivers: Sequence[Receiver], rank: int) -> None:
+    def _open(self, source: ExportedWeights, receivers: Sequence[Receiver], chunk: int, rank: int) -> None:
         """Form a group with the receivers."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
@@ -314,7 +319,7 @@ class WeightSender:
             free.bind(("", 0))
             address = ray.util.get_node_ip_address(), free.getsockname()[1]
         largest = max((math.prod(each.shape) * each.dtype.itemsize for each in source.metadata()), default=0)
-        info = self._platform.make_trainer_info(way, rank, world_size, address, BUCKET_BYTES, largest)
+        info = self._platform.make_trainer_info(way, rank, world_size, address, chunk, largest)
         self._client = _Client(receivers, way in self._platform.ways_from_all_ranks)
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
         self._client.break_off = self._engine.shutdown

@@ -42,11 +42,10 @@ class Trainer:
 
 
 @pytest.fixture
-def sender(monkeypatch):
-    from rlworker.cluster import transport
+def sender():
+    from rlworker.cluster.transport import WeightSender
 
-    monkeypatch.setattr(transport, "BUCKET_BYTES", CHUNK)
-    sender = transport.WeightSender(get_platform("cpu"))
+    sender = WeightSender(get_platform("cpu"))
     yield sender
     sender.close()
 
