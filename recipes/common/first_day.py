@@ -26,10 +26,11 @@ from recipes.common.addition import make_data, make_model
 from rlworker.checks.device.speed import PEAK_TFLOPS
 
 ROOT = Path(__file__).resolve().parents[2]
-_SIZES = ("--prompts-per-step", "8", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "16")
-_SIZES += ("--data.max-prompt-tokens", "64", "--rollout.max-model-len", "128", "--rollout.max-num-seqs", "64")
-_SIZES += ("--rollout.kv-cache-mb", "512", "--actor.micro-batch-tokens", "1024")
-_SIZES += ("--checkpoint.save-minutes", "0", "--checkpoint.no-keep-best")
+SIZES = ("--prompts-per-step", "8", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "16")
+SIZES += ("--data.max-prompt-tokens", "64", "--rollout.max-model-len", "128", "--rollout.max-num-seqs", "64")
+SIZES += ("--rollout.kv-cache-mb", "512", "--actor.micro-batch-tokens", "1024")
+SIZES += ("--checkpoint.save-minutes", "0", "--checkpoint.no-keep-best")
+"""Options of every run."""
 _MEASURED = ("time_step", "time_rollout", "time_update", "time_sync", "tokens_per_second", "flops_per_second")
 _MEASURED += ("logprob_diff_mean", "prompt_sharing", "memory_gb", "rollout_memory_gb")
 """Fields of metrics.jsonl whose medians are figures of a run; the first two steps do not count."""
@@ -147,7 +148,7 @@ class Day:
         folder = self.folder / "runs" / _to_file_name(name)
         arguments = ["-m", "recipes.grpo", "--model", self.model, "--run-dir", str(folder), "--platform"]
         arguments += [self.platform.name, "--data.train", str(self.folder / "rows" / "train.jsonl"), "--steps"]
-        done, seconds = self.run(name, [*arguments, str(self.options.steps), *_SIZES, *options])
+        done, seconds = self.run(name, [*arguments, str(self.options.steps), *SIZES, *options])
         figures = _read_figures(folder / "metrics.jsonl")
         if peak := next((peak for card, peak in PEAK_TFLOPS.items() if card in self.report["device"]), None):
             ranks = int(options[options.index("--actor.ranks") + 1])
