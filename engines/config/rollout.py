@@ -9,6 +9,7 @@ from engines.models.spec import ModelSpec
 from engines.validation import PassThrough, check_numbers, check_types
 from hardware.attention.rollouts import check_rollout_override
 from hardware.megatron.form import NO_ROUTE
+from hardware.platform import Platform
 
 MOST_KEPT = 1024
 """Largest top_k, since all kept ids travel with every sampled token."""
@@ -93,6 +94,9 @@ class VllmConfig(SamplingConfig):
     and learns in turns; above 0 rollouts run ahead of the trainer."""
     attention_override: tuple[str, ...] = ()
     """Refused cells of the rollouts' capability table to use all the same, as backend/rule."""
+    weight_transfer: str = "auto"
+    """Way of new weights to the engines: auto takes the platform's, host takes Ray. Backends of vLLM's weight transfer
+    are nccl, ipc with placement.colocate, and gloo on a CPU."""
     replay_routes: bool = False
     """Give the trainer the experts of every token, so that it computes a mixture by the sampler's choices."""
     vllm: PassThrough = field(default_factory=dict)
@@ -212,3 +216,22 @@ class VllmConfig(SamplingConfig):
                 f"{self.max_model_len}, and this model's prompts are computed whole: a part of one could end within "
                 "an image; raise it, or lower --rollout.max-model-len"
             )
+
+
+def find_weight_way(config: VllmConfig, platform: Platform, colocated: bool) -> str:
+    """Return the way of new weights to the engines, of ``Platform.find_weight_ways``.
+
+    Args:
+        colocated: whether the engines share devices with the trainers.
+
+    Raises:
+        ValueError: the platform has no way of that name there.
+    """
+    ways = platform.find_weight_ways(colocated)
+    if config.weight_transfer not in ("auto", *ways):
+        raise ValueError(
+            f"rollout: weight_transfer={config.weight_transfer!r} is no way of weights on platform {platform.name!r} "
+            f"{'with' if colocated else 'without'} placement.colocate, expected auto or one of {list(ways)}; change "
+            "--rollout.weight-transfer"
+        )
+    return ways[0] if config.weight_transfer == "auto" else config.weight_transfer

@@ -300,20 +300,20 @@ class MegatronEngine:
 
     # -- weights
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(HF name, full tensor)`` on the first replica's leader. Collective: run it to its end on all ranks.
 
         Only the first replica works, and the ranks that have parts of experts which it has not: the others hold the
-        same weights. None of these yields anything.
+        same weights. None of these yields anything. With ``everywhere`` all ranks yield all weights.
         """
         self.offload_manager.require("export_weights", "weights")
-        only_helps = bool(self.dp_rank or mpu.get_context_parallel_rank())
+        only_helps = not everywhere and bool(self.dp_rank or mpu.get_context_parallel_rank())
         # Of a stage's ranks the first replica has the first tp, and the same experts are ep x etp apart.
-        if mpu.get_expert_data_parallel_rank() * self.config.ep * self.config.etp >= self.config.tp:
+        if not everywhere and mpu.get_expert_data_parallel_rank() * self.config.ep * self.config.etp >= self.config.tp:
             return
         value_of = self.adapters.merge if self.adapters else lambda parameter: parameter.data
         for name, tensor in export_weights(self.decoder, self.model, value_of, only_helps):
-            if self.is_leader:
+            if self.is_leader or everywhere:
                 yield name, tensor
 
     def save(self, folder: str) -> list[str]:

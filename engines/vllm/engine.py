@@ -1,11 +1,12 @@
 """The rollout engine: vLLM in this process and one for each of several devices, with weights replaced in place."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, cast
 
 from vllm import LLM
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
@@ -14,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from engines.batch.balance import split_by_budget
 from engines.batch.samples import Completion, Request
 from engines.config import VllmConfig
+from engines.config.rollout import find_weight_way
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.completions import cut_routes, read_completion, read_scores
@@ -24,7 +26,7 @@ from engines.vllm.sleep import Sleep
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import PieceJoiner, WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
-from hardware.platform import Platform
+from hardware.platform import HOST, Platform
 
 
 def _tie_alike(config, *, tied: bool):
@@ -107,6 +109,9 @@ class VllmEngine:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         sleeps = takes_turns and platform.can_sleep
         arguments = platform.rollout_settings | _make_settings(model, config, worker.name, sleeps)
+        self.weight_way = find_weight_way(config, platform, takes_turns)
+        if self.weight_way != HOST:
+            arguments["weight_transfer_config"] = WeightTransferConfig(backend=self.weight_way)
         self.llm = LLM(**(arguments | cast(dict[str, Any], config.vllm)))
         self.llm.llm_engine.engine_core.set_weight_version("0")
         self._sleep = Sleep(self.llm, sleeps)
@@ -267,7 +272,7 @@ class VllmEngine:
         self._sleep.wake(tags)
 
     def load_weights(self, bucket: WeightBucket, version: int, last: bool) -> None:
-        """Load one bucket; the ``last`` finishes the update, empties the prefix cache and sets ``version``.
+        """Load one bucket; the ``last`` ends the update, empties the prefix cache and sets ``version``.
 
         A first bucket begins an update and drops an unfinished one.
 
@@ -275,30 +280,62 @@ class VllmEngine:
             ValueError: the bucket is damaged, its version is not newer than the engine's, its update did not begin
                 here, or the buckets together are not exactly the model's weights.
         """
-        if version <= self._newest:
-            raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self._newest}")
-        self._sleep.require("load_weights", "weights")
+        self._prepare_update(version)
         bucket.check()
         if bucket.first:
             self._names, self._joiner = set(), PieceJoiner()
             self.llm.collective_rpc("begin_sync")
         elif not self._joiner:
-            raise ValueError(
-                f"weight sync: a bucket of version {version} came to an engine that has not got the first one; send "
-                "the update again from its first bucket"
-            )
+            text = f"weight sync: a bucket of version {version} came to an engine that has not got the first one; send "
+            raise ValueError(f"{text}the update again from its first bucket")
         if whole := cast(PieceJoiner, self._joiner).join(bucket):
-            self._hand_on(whole)
+            if self.config.tp == 1:
+                self.llm.collective_rpc("take_weights", args=(whole.tensors(),))
+            else:
+                with share_bucket(whole) as shared:
+                    self.llm.collective_rpc("take_shared_weights", args=(shared,))
             self._names |= {name for name, *_ in whole.entries}  # failed weights are then missing at the end
-        if not last:
-            return
-        names, self._names, self._joiner = self._names, set(), None
-        if names != self.model.list_hf_names():
-            missing, extra = (
-                sorted(x)[:5] for x in (self.model.list_hf_names() - names, names - self.model.list_hf_names())
-            )
+        if last:
+            names, self._names, self._joiner = self._names, set(), None
+            self._end_update(version, names, lambda: self.llm.collective_rpc("end_sync"))
+
+    def begin_transfer(self, version: int) -> None:
+        """Begin an update by vLLM's weight transfer, which drops an unfinished one; ValueError where the version is not
+        newer than the engine's."""
+        self._prepare_update(version)
+        self._joiner = None
+        self.llm.collective_rpc("begin_transfer")
+
+    def transfer(self, step: str, info: Any) -> None:
+        """Call ``init_weight_transfer_engine`` of vLLM's workers, which join a sender, or ``update_weights``, which
+        receive weights; RuntimeError tells what one raised."""
+        if failures := [text for text in self.llm.collective_rpc("attempt", args=(step, info)) if text]:
+            raise RuntimeError(failures[0])
+
+    def end_transfer(self, version: int, checksums: Mapping[str, int]) -> None:
+        """End an update by vLLM's weight transfer as the last bucket ends others.
+
+        Args:
+            checksums: HF name -> ``checksum`` of every tensor that was sent.
+
+        Raises:
+            RuntimeError: weights were damaged or lost on the way. ValueError: they are not exactly the model's.
+        """
+        self._end_update(version, checksums.keys(), lambda: self.transfer("end_transfer", checksums))
+
+    def _prepare_update(self, version: int) -> None:
+        """Raise ValueError where ``version`` is not newer than the engine's."""
+        if version <= self._newest:
+            raise ValueError(f"weight sync: version {version} was sent to an engine that has version {self._newest}")
+        self._sleep.require("load_weights", "weights")
+
+    def _end_update(self, version: int, names: Set[str], end: Callable[[], Any]) -> None:
+        """End an update by ``end``, if the weights that came are exactly the model's."""
+        expected = self.model.list_hf_names()
+        if names != expected:
+            missing, extra = (sorted(x)[:5] for x in (expected - names, names - expected))
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
-        self.llm.collective_rpc("end_sync")
+        end()
         self._empty_caches()  # they hold results of older weights
         self.llm.llm_engine.engine_core.set_weight_version(str(version))
         self.version, self._newest, self._sleep.has_weights = version, version, True
@@ -309,11 +346,3 @@ class VllmEngine:
         shapes = {name: self.model.find_hf_shape(name) for name in sorted(self.model.list_hf_names())}
         parts = self.llm.collective_rpc("digest_weights", args=(shapes, self.model.tied, plan))
         return merge_readings(parts, shapes)
-
-    def _hand_on(self, bucket: WeightBucket) -> None:
-        """Pass a bucket to the workers of this engine's devices; each loads its part."""
-        if self.config.tp == 1:
-            self.llm.collective_rpc("take_weights", args=(bucket.tensors(),))
-            return
-        with share_bucket(bucket) as shared:
-            self.llm.collective_rpc("take_shared_weights", args=(shared,))

@@ -1,7 +1,7 @@
 """Methods added to vLLM's worker: load new weights into the running model, and seed its sampler."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from engines.vllm.processes import end_with_parent, unlink_shared_memory
 from engines.vllm.read_back import ReadBack, Reading
-from engines.weight_digest import DigestPlan
+from engines.weight_digest import DigestPlan, checksum
 from engines.weight_sync import SharedBucket
 
 
@@ -28,6 +28,9 @@ class WeightSyncExtension:
     vllm_config: VllmConfig
     device: torch.device
     read_back: ReadBack | None = None
+    start_weight_update: Callable[[], None]
+    finish_weight_update: Callable[[], None]
+    _arrived: dict[str, int]
 
     def tie_to_engine(self) -> None:
         """Make this worker's process end with the engine's, without leaving anything behind."""
@@ -36,11 +39,65 @@ class WeightSyncExtension:
 
     def begin_sync(self) -> None:
         """Prepare the model to load new weights layer by layer, and drop the weights of an unfinished update."""
+        with self._loading():
+            initialize_layerwise_reload(self._drop_unfinished())
+
+    def _drop_unfinished(self) -> torch.nn.Module:
+        """Drop the weights of an unfinished update, on whichever way it came; returns the model."""
         model = self.model_runner.get_model()
+        vars(model).pop("load_weights", None)
+        self._weight_update_active = False  # vLLM's own mark
         _forget_packed_experts(model)
         _forget_half_update(model)
+        return model
+
+    def begin_transfer(self) -> None:
+        """Begin an update by vLLM's weight transfer, as ``begin_sync`` does, and take checksums of all that comes."""
+        model: Any = self._drop_unfinished()
+        self._arrived, load = {}, model.load_weights
+
+        def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+            weights = list(weights)
+            self._arrived |= {name: checksum(tensor) for name, tensor in weights}
+            load(weights)
+
+        model.load_weights = load_weights
         with self._loading():
-            initialize_layerwise_reload(model)
+            self.start_weight_update()
+
+    def attempt(self, method: str, *args: Any) -> str:
+        """Call a method of this worker, of vLLM's or of these; returns the error, empty if none.
+
+        An error that several workers raise would leave vLLM with answers that it takes for those of its next call.
+        """
+        try:
+            getattr(self, method)(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def end_transfer(self, checksums: Mapping[str, int]) -> None:
+        """End an update by vLLM's weight transfer, if all weights came as they were sent.
+
+        Args:
+            checksums: name of each tensor -> the sender's ``checksum``.
+
+        Raises:
+            ValueError: weights were damaged on the way, or did not come.
+        """
+        model, arrived = self.model_runner.get_model(), self._arrived
+        if unlike := [name for name, value in checksums.items() if arrived.get(name) != value]:
+            came, sent = arrived.get(unlike[0]), checksums[unlike[0]]
+            raise ValueError(
+                f"weight sync: {len(unlike)} of {len(checksums)} tensors from {unlike[0]!r} on have other checksums: "
+                f"{came:x} came, expected {sent:x}; the weights were damaged on the way"
+                if came is not None
+                else f"weight sync: {unlike[0]!r} and {len(unlike) - 1} other tensors did not come"
+            )
+        vars(model).pop("load_weights")
+        with self._loading():
+            self.finish_weight_update()
+        _repack_tied_heads(model)
 
     def take_shared_weights(self, bucket: SharedBucket) -> None:
         """Load this worker's part of the weights in a bucket that the engine's process shares."""

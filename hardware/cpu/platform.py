@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
-from hardware.platform import KernelMemory, Platform, RolloutWorkerClass
+from hardware.platform import HOST, KernelMemory, Platform, RolloutWorkerClass
 
 # Large tensors in huge pages: the first touch of a page costs more than the computation on it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -123,3 +123,11 @@ class CpuPlatform(Platform):
     def find_rollout_worker(self, backend):
         name, parts = _ROLLOUT_WORKERS[backend]
         return RolloutWorkerClass(f"hardware.cpu.rollout_worker.{name}", parts)
+
+    def find_weight_ways(self, colocated):
+        return HOST, "gloo"
+
+    def make_trainer_info(self, way, rank, world_size, address, chunk, largest):
+        from hardware.cpu.weight_transfer import GlooTrainerInitInfo
+
+        return GlooTrainerInitInfo(*address, world_size, rank=rank, packed_buffer_size_bytes=chunk)

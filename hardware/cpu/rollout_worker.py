@@ -8,6 +8,7 @@ another: vLLM mixes its extension into a worker's class and refuses a class that
 from typing import Any
 
 import numpy as np
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -15,6 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hardware.cpu.exact_logprobs import ExactSampler
 
+WeightTransferEngineFactory.register_engine("gloo", "hardware.cpu.weight_transfer", "GlooWeightTransferEngine")
 _REPLACED_LAYER = "QwenGatedDeltaNetAttention"
 """vLLM's layer with a state, by the name under which its registry has one in its place."""
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
-from hardware.platform import KernelMemory, Node, Platform
+from hardware.platform import HOST, KernelMemory, Node, Platform
 
 
 class CudaAttention:
@@ -91,6 +91,7 @@ class CudaPlatform(CudaAttention, Platform):
     rollout_block_tokens = 16  # vllm, config/cache
     rollout_kv_cache_mb = 16 * 1024
     rollout_settings: ClassVar[dict] = {}  # CUDA graphs, as vllm takes them; untested
+    ways_from_all_ranks = ("ipc",)
 
     def init_process(self, local_rank: int):
         import torch
@@ -123,3 +124,12 @@ class CudaPlatform(CudaAttention, Platform):
         # cuBLAS repeats itself with a workspace of its own; NCCL sums in one order along a ring.
         names = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
         return {name: os.environ.get(name, value) for name, value in names.items()}
+
+    def find_weight_ways(self, colocated):
+        # A handle opens memory of the same device; nccl takes no two ranks on one. Both untested.
+        return ("ipc" if colocated else "nccl"), HOST
+
+    def make_trainer_info(self, way, rank, world_size, address, chunk, largest):
+        from hardware.cuda.weight_transfer import make_trainer_info
+
+        return make_trainer_info(way, rank, world_size, address, chunk, largest)

@@ -18,9 +18,7 @@ from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.huggingface import compare_outputs, probe_loss
 from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer, Finding, judge_outputs, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
-from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.watch import describe_lost, find_lost
-from rlworker.cluster.workers import TrainWorker
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import to_batch
 from rlworker.trainers.agreement import SyncedWeights, compare_logprobs
@@ -132,7 +130,7 @@ def send_weights(engines: CheckedEngines, version: int) -> None:
 
     In a run, ``Trainer.sync_weights`` does this, and raises the version itself.
     """
-    engines.actor.call(TrainWorker.sync_weights, engines.rollouts.workers, version, BUCKET_BYTES)
+    engines.actor.sync_weights(engines.rollouts.workers, version)
 
 
 def _compare_rollouts(engines: CheckedEngines, check: str, where: str) -> list[Finding]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from tyro.conf import Positional
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.config.rollout import find_weight_way
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
-from hardware.platforms import DEFAULT_PLATFORM, PlatformName
+from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
 from rlworker.checks.tiny_models import Tiny
 from rlworker.config.model_checks import check_engines
 
@@ -49,4 +50,5 @@ class CheckConfig:
 
     def check_model(self) -> ModelSpec:
         """Check the model with ``check_engines`` against both engines, and return its spec."""
+        find_weight_way(self.rollout, get_platform(self.platform), colocated=False)
         return check_engines(self.model, self.platform, self.actor, self.rollout)

@@ -15,9 +15,8 @@ from rlworker.checks.trainer import LIMITS, CheckedTrainer
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
-from rlworker.cluster.transport import BUCKET_BYTES
 from rlworker.cluster.watch import naming_failures
-from rlworker.cluster.workers import Role, RolloutWorker, TrainWorker
+from rlworker.cluster.workers import Role, RolloutWorker
 
 _PROBES = "engines.probes.megatron:"
 _FLOOR, _MOST = 5.0, 0.5
@@ -108,5 +107,5 @@ def start_engines(
             if config.actor.lora.rank:  # adapters that change something, which the folder's weights are without
                 trainer.call_ranks("restore_weights")
                 rollouts.call(RolloutWorker.rewind, 0)
-                group.call(TrainWorker.sync_weights, rollouts.workers, 0, BUCKET_BYTES)
+                group.sync_weights(rollouts.workers, 0)
         yield engines

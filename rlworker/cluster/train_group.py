@@ -15,9 +15,11 @@ from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import Outputs
 from engines.interfaces import LossFn
 from engines.megatron.memory.activations import count_copied_slots
+from engines.weight_digest import DigestPlan
 from hardware.platform import Platform
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import DeviceSlot
+from rlworker.cluster.transport import BUCKET_BYTES, find_receivers
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
@@ -30,6 +32,8 @@ S = TypeVar("S")
 StepObserver = Callable[[TrainBatch, LossFn, float, Schedule], Callable[[dict[str, float], Outputs], None]]
 """``observer(batch, loss, denominator, schedule)``, called before an optimizer step; what it returns is called after
 it, with metrics and outputs."""
+_ENGINES, _MOST_TIMES = 16, 8
+"""From how many engines on a bucket is larger, and by how much at most."""
 SHARD_BYTES = 4 * 2**30
 """Most bytes of a file of a saved HuggingFace model."""
 
@@ -100,6 +104,22 @@ class WorkerGroup:
             note_result(metrics, outputs)
         return metrics, outputs
 
+    def sync_weights(
+        self,
+        rollouts: Sequence[ActorHandle],
+        version: int,
+        plan: DigestPlan | None = None,
+    ) -> dict[str, int]:
+        """Send the weights to rollout workers as ``version``; those that are lost are left out.
+
+        Returns:
+            tensor -> digest by ``plan``, from the rank that sends; empty without a plan.
+        """
+        largest = choose_bucket_bytes(len(rollouts))
+        while None in (sent := self.call(TrainWorker.sync_weights, find_receivers(rollouts), version, largest, plan)):
+            pass
+        return next(filter(None, sent), {})
+
     def call_sharded(
         self,
         method: Callable[Concatenate[TrainWorker, str, S, P], R],
@@ -143,6 +163,14 @@ class WorkerGroup:
             found = replace(found, copied_slots=count_copied_slots(model, config, self.platform.kernel_memory))
         together = number_image_sets(batch)
         return plan_schedule(batch.lengths, config, model.hidden, self.dp_size, most, together, found)
+
+
+def choose_bucket_bytes(engines: int) -> int:
+    """Choose the most bytes of a bucket that so many engines load.
+
+    The sender makes a call for each bucket and engine. So buckets grow with the engines, up to half a GiB.
+    """
+    return BUCKET_BYTES * max(1, min(engines // _ENGINES, _MOST_TIMES))
 
 
 def _check_weights(batch: TrainBatch) -> None:

@@ -18,14 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.actor import ActorHandle
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import DeviceSlot, find_interfaces
 from rlworker.cluster.ray import pausing_collection
-from rlworker.cluster.transport import send_buckets
+from rlworker.cluster.transport import Receiver, WeightReceiver, WeightSender
 from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ class TrainWorker(_Worker):
         self.platform, self.name, self.rank = get_platform(platform), name, rank
         self.engines: dict[str, TrainEngine] = {}
         self.is_prepared = False
+        self.sender = WeightSender(self.platform)
         os.environ.update(self.platform.get_train_env() | {"HF_HUB_OFFLINE": "1"} | find_interfaces(self.platform))
 
     def __repr__(self) -> str:  # Ray's messages say it
@@ -152,6 +152,8 @@ class TrainWorker(_Worker):
         from engines.megatron.groups import leave_distributed
 
         _refuse_planted("rank")
+        self.sender.close()
+        self.sender = WeightSender(self.platform)
         self.engines.clear()
         gc.unfreeze()  # an engine is a cycle, and was left out of collections when it had been built
         gc.collect()
@@ -178,16 +180,10 @@ class TrainWorker(_Worker):
         self.engines[role].onload(parts)
 
     def sync_weights(
-        self, role: str, rollouts: Sequence[ActorHandle], version: int, max_bytes: int, plan: DigestPlan | None = None
-    ) -> dict[str, int]:
-        """Send the weights to every rollout worker, in buckets of ``max_bytes``. Every rank must call it; the first
-        leader sends, and returns the digests by ``plan``: tensor -> digest."""
-        from engines.weight_sync import pack_buckets
-
-        digests, weights = {}, self._use(role).export_weights()
-        weights = plan.digest(weights, digests) if plan else weights
-        send_buckets(pack_buckets(weights, max_bytes), rollouts, version)
-        return digests
+        self, role: str, receivers: Sequence[Receiver], version: int, max_bytes: int, plan: DigestPlan | None = None
+    ) -> dict[str, int] | None:
+        """Send the weights to rollout workers, as ``WeightSender.sync``. Every rank must call it."""
+        return self.sender.sync(self._use(role), receivers, version, max_bytes, plan)
 
     def save(self, role: str, folder: str) -> dict[str, FileDigest]:
         """Write this rank's part of a checkpoint into ``folder``; returns file name -> digest."""
@@ -211,7 +207,7 @@ class TrainWorker(_Worker):
         return digest_files(folder, names)
 
 
-class RolloutWorker(_Worker):
+class RolloutWorker(WeightReceiver, _Worker):
     """One vLLM engine.
 
     Args:
@@ -221,6 +217,7 @@ class RolloutWorker(_Worker):
 
     def __init__(self, platform: str, index: int, devices: int = 1, device_slot: DeviceSlot | None = None):
         self.index, self.platform, self.takes_turns = index, get_platform(platform), device_slot is not None
+        self.devices = devices
         os.environ.update(self.platform.get_rollout_env() | {"HF_HUB_OFFLINE": "1"})
         if device_slot and self.platform.visible_devices:
             os.environ[self.platform.visible_devices] = ",".join(device_slot.devices)
@@ -315,17 +312,6 @@ class RolloutWorker(_Worker):
 
     def wake(self, tags: tuple[Tag, ...]) -> None:
         self.loop.call(self.engine.wake, tags)
-
-    def load_weights(self, bucket, version: int, last: bool) -> None:
-        """Load a bucket of new weights. Sampling pauses from the first bucket to the last, as weights are mixed."""
-        self._note_work()
-        if bucket.first:
-            self.loop.pause()
-            self._open_at_update = self.loop.count_open()
-        self.loop.call(self.engine.load_weights, bucket, version, last)
-        self._update_limit.note_bucket(version, last)
-        if last:
-            self.loop.resume()
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:
         return self.loop.call(self.engine.digest_weights, plan)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from annotated_types import Ge, Le
 
 from engines.config import MegatronConfig, ServedModelConfig, VllmConfig
+from engines.config.rollout import find_weight_way
 from engines.models.hub import FindModel, find_model
 from engines.models.spec import ModelSpec
 from engines.validation import check_types, option, parse_steps
@@ -166,6 +167,7 @@ class RunConfig(TrainingConfig):
         self.placement.check_roles(self.roles)
         if self.views_reference:
             self.placement.check_view()
+        find_weight_way(self.rollout, get_platform(self.platform), self.placement.colocate)
         if self.placement.colocate:
             self.placement.check_shared(self.rollout, self.models, self.actor.ranks)
         self.algorithm.check_beside(self.critic, self.rollout, self.limits, self.samples_per_prompt, self.distill)

@@ -10,9 +10,8 @@ from engines.batch.batch import TrainBatch
 from engines.weight_digest import DigestPlan
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
-from rlworker.cluster.transport import choose_bucket_bytes
 from rlworker.cluster.watch import wait_for
-from rlworker.cluster.workers import RolloutWorker, TrainWorker
+from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
@@ -46,7 +45,7 @@ class SyncedWeights:
     def send(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> None:
         """Send the actor's weights to all rollout engines as ``version``."""
         self._plan = DigestPlan(self._dtype, _SAMPLED_COLUMNS if self._plan else 0, version)
-        self._sent = _send(actor, engines, version, self._plan)
+        self._sent = actor.sync_weights(engines, version, self._plan)
         self._frozen = _describe_frozen(actor, self._plan, self._sent) if self._has_adapters else ""
 
     def compare(self, rollouts: Rollouts) -> str:
@@ -65,14 +64,8 @@ class SyncedWeights:
     def send_to_new(self, actor: WorkerGroup, engines: Sequence[ActorHandle], version: int) -> str:
         """Send the actor's weights to engines that replace lost ones, and compare all of them as ``compare`` does."""
         plan = DigestPlan(self._dtype)
-        sent = _send(actor, engines, version, plan)
+        sent = actor.sync_weights(engines, version, plan)
         return _describe_unlike(sent, wait_for([engine.digest_weights.remote(plan) for engine in engines]))
-
-
-def _send(actor: WorkerGroup, engines: Sequence[ActorHandle], version: int, plan: DigestPlan) -> dict[str, int]:
-    """Send weights: the digest of each tensor, which the rank that sends them has made."""
-    largest = choose_bucket_bytes(len(engines))
-    return next(filter(None, actor.call(TrainWorker.sync_weights, engines, version, largest, plan)), {})
 
 
 def _describe_frozen(actor: WorkerGroup, plan: DigestPlan, sent: Mapping[str, int]) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import ray
 
-from rlworker.cluster.transport import choose_bucket_bytes
+from rlworker.cluster.train_group import choose_bucket_bytes
 from scripts.bench.timing import make_parser, write_figures
 from scripts.simulate.stand_ins import CALLS, TP, Cluster, Seconds
 

@@ -11,6 +11,7 @@ import ray
 
 from engines.batch.samples import Completion, Request
 from engines.weight_sync import WeightBucket
+from hardware.platform import HOST
 from rlworker.cluster.transport import send_buckets
 from rlworker.cluster.watch import LIVENESS
 from rlworker.cluster.worker_pool import POLL
@@ -74,12 +75,11 @@ class Rank(TrainWorker):
         time.sleep(max(0.0, self.seconds.update - (time.monotonic() - began)))
         return StepResult(metrics, outputs, 1.0, 1e-6)
 
-    def sync_weights(self, role: str, rollouts: Sequence, version: int, max_bytes: int, plan: Any = None) -> dict:
+    def sync_weights(self, role: str, receivers: Sequence, version: int, max_bytes: int, plan: Any = None) -> dict:
         if self.rank == 0:
             data, number, used = np.zeros(BUCKET, np.uint8), self.seconds.buckets, time.process_time()
-            send_buckets(
-                ((WeightBucket((), data, 0, not i), i == number - 1) for i in range(number)), rollouts, version
-            )
+            buckets = ((WeightBucket((), data, 0, not i), i == number - 1) for i in range(number))
+            send_buckets(buckets, [each.worker for each in receivers], version)
             self.sender_seconds = time.process_time() - used
         return {"weights": version} if self.rank == 0 else {}
 
@@ -122,6 +122,9 @@ class Engine(RolloutWorker):
             ids = np.asarray(request.token_ids[1:], np.int32)
         logprobs = np.full(len(ids), LOGPROB, np.float32)
         return Completion(ids, logprobs, False, ((self.version, len(ids)),))
+
+    def describe_receiver(self) -> tuple[str, int]:
+        return HOST, 1
 
     def load_weights(self, bucket: WeightBucket, version: int, last: bool) -> None:
         time.sleep(self.seconds.sync / self.seconds.buckets)

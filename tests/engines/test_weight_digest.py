@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.weight_digest import DigestPlan, sum_columns, sum_rows
+from engines.weight_digest import DigestPlan, checksum, sum_columns, sum_rows
 
 
 def digest(tensor, plan: DigestPlan) -> int:
@@ -53,3 +53,13 @@ def test_only_what_the_type_keeps_counts():
     assert digest(tensor * (1 + 2**-10), DigestPlan("bfloat16")) == digest(tensor, DigestPlan("bfloat16"))
     choices = {tuple(DigestPlan("float32", 4, seed).choose(50)) for seed in range(5)}
     assert len(choices) == 5, "another sample each time"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_is_of_the_values_and_not_of_their_place(dtype):
+    tensor = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert checksum(tensor) == checksum(tensor.t().contiguous().t()) != checksum(tensor.t())
+    other = tensor.clone()
+    other.view(torch.uint8)[4, 3] ^= 1
+    assert checksum(other) != checksum(tensor)
+    tensor.untyped_storage().resize_(0)  # which no storage allows that numpy has seen

@@ -14,7 +14,7 @@ MB = 2**20
 
 @pytest.mark.parametrize(("engines", "megabytes"), [(1, 64), (16, 64), (31, 64), (32, 128), (128, 512), (1024, 512)])
 def test_buckets_grow_with_the_engines(engines, megabytes):
-    from rlworker.cluster.transport import choose_bucket_bytes
+    from rlworker.cluster.train_group import choose_bucket_bytes
 
     assert choose_bucket_bytes(engines) == megabytes * MB
 
@@ -22,12 +22,12 @@ def test_buckets_grow_with_the_engines(engines, megabytes):
 @pytest.mark.large
 @pytest.mark.timeout(280)
 def test_a_step_calls_each_worker_as_often_as_it_must(tmp_path):
-    """56 ranks compute the canary's logprobs, an update and a sync; 8 engines sample, are asked for their version,
-    score the canary and digest their weights; the memory of all is measured."""
+    """56 ranks compute the canary's logprobs, an update and a sync; 8 engines sample, tell their way of weights and
+    their version, score the canary and digest their weights; the memory of all is measured."""
     command = [sys.executable, "-m", "scripts.simulate.cluster", "--tiny", "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert row["calls"] == 3 * 56 + 4 * 8 + 64
+    assert row["calls"] == 3 * 56 + 5 * 8 + 64
     assert row["buckets"] == -(-2 * 8_190_735_360 // (64 * MB))  # Qwen3-8B's weights in bfloat16
     assert row["store MB"] >= row["buckets"] and row["sync s"] > row["sync"] and row["driver CPU s"] > 0

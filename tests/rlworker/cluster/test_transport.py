@@ -83,3 +83,57 @@ def test_a_worker_that_dies_is_left_out(cluster, receivers):
     assert [bucket for bucket, *_ in ray.get(receivers[0].get_loaded.remote())] == [0, 1, 2, 3, 4]
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(dying.get_loaded.remote())
+
+
+class Member:
+    """Stands for a rollout worker in a transfer: it notes the steps that it is asked to take, and dies at one."""
+
+    def __init__(self, devices: int, dies_at: str = ""):
+        self.devices, self.dies_at, self.steps = devices, dies_at, []
+
+    def describe_receiver(self) -> tuple[str, int]:
+        return "gloo", self.devices
+
+    def transfer(self, step: str, info: dict) -> None:
+        if info.get("is bad"):
+            raise ValueError("bad")
+        if step == self.dies_at:
+            os._exit(1)
+        self.steps.append((step, info))
+
+    def begin_transfer(self, version: int) -> None:
+        self.steps.append(("begin", version))
+
+    def end_transfer(self, version: int, checksums: dict) -> None:
+        self.steps.append(("end", version, checksums))
+
+    def get_steps(self) -> list:
+        return self.steps
+
+
+def test_all_workers_take_the_steps_of_a_transfer_and_one_that_dies_ends_it(cluster):
+    import ray
+
+    from rlworker.cluster.transport import EnginesLostError, Receiver, _Client, find_receivers
+
+    actor = ray.remote(num_cpus=0)(Member)
+    members = [actor.remote(2), actor.remote(1, "update_weights")]
+    receivers = find_receivers(members)
+    assert receivers == [Receiver(members[0], "gloo", 2), Receiver(members[1], "gloo", 1)]
+    client, deferring = _Client(receivers, False), _Client(receivers[:1], True)
+    client.version = 3
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 4})
+    client.start_weight_update()
+    (_, first), begin = ray.get(members[0].get_steps.remote())
+    (_, second), _ = ray.get(members[1].get_steps.remote())
+    assert (first["rank_offset"], second["rank_offset"], begin) == (1, 3, ("begin", 3))
+    with pytest.raises(ray.exceptions.RayError, match="bad"):
+        client.update_weights({"is bad": True})
+    with pytest.raises(EnginesLostError):
+        client.update_weights({})
+    assert find_receivers(members) == receivers[:1]
+    client.finish_weight_update()  # the lost one is for whoever asks it next
+    assert ray.get(members[0].get_steps.remote())[-1] == ("end", 3, {})
+    deferring.update_weights({"is bad": True})
+    deferring.start_weight_update()
+    assert "bad" in str(deferring.failure) and ray.get(members[0].get_steps.remote())[-1] == ("end", 3, {})

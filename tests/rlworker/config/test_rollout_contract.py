@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.config.rollout import find_weight_way
+from hardware.platforms import get_platform
 from rlworker.checks.tiny_models import (
     LARGE_WEIGHTS,
     make_bare_tokenizer,
@@ -14,6 +16,8 @@ from rlworker.checks.tiny_models import (
     make_tiny_vlm,
 )
 from rlworker.config.model_checks import check_engines
+from rlworker.config.run import RunConfig
+from rlworker.config.sections import PlacementConfig
 from rlworker.tracking.report.page import write_report
 
 ROLLOUT = VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=16, kv_cache_mb=256)
@@ -81,3 +85,31 @@ def test_a_report_names_what_was_approximate(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "approximate_rules": 1}) + "\n")
     page = write_report(tmp_path).read_text()
     assert "approximate: vllm_cpu/images" in page
+
+
+@pytest.mark.parametrize(
+    ("platform", "colocated", "ways"),
+    [
+        ("cpu", False, ["host", "gloo"]),
+        ("cuda-emulated", True, ["host", "gloo"]),
+        ("cuda", False, ["nccl", "host"]),
+        ("cuda", True, ["ipc", "host"]),
+        ("npu", True, ["host"]),
+    ],
+)
+def test_weights_travel_by_the_ways_that_a_platform_has(platform, colocated, ways):
+    found = [
+        find_weight_way(replace(ROLLOUT, weight_transfer=way), get_platform(platform), colocated)
+        for way in ("auto", *ways)
+    ]
+    assert found == [ways[0], *ways]
+    other = "nccl" if colocated else "ipc"
+    named = f"weight_transfer='{other}' is no way of weights on platform '{platform}'.*--rollout.weight-transfer"
+    with pytest.raises(ValueError, match=named):
+        find_weight_way(replace(ROLLOUT, weight_transfer=other), get_platform(platform), colocated)
+
+
+def test_a_way_that_a_run_cannot_take_is_refused_with_its_settings():
+    with pytest.raises(ValueError, match=r"'ipc' is no way of weights on platform 'cuda' without placement\.colocate"):
+        RunConfig(platform="cuda", rollout=VllmConfig(weight_transfer="ipc"))
+    RunConfig(platform="cuda", rollout=VllmConfig(weight_transfer="ipc"), placement=PlacementConfig(colocate=True))

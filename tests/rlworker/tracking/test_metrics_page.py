@@ -74,6 +74,9 @@ class Group:
     def call(self, *_):
         return []
 
+    def sync_weights(self, *_):
+        return {}
+
 
 class Loop:
     """A loop, and its one engine, which answers every prompt with the same two tokens, ``turns`` times in an episode.

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Compiles requirements/requirements.in into the complete lists requirements/cpu.txt, cuda.txt and npu.txt.
-#   bash scripts/pins.sh              all three
-#   bash scripts/pins.sh cpu          one of them
-#   bash scripts/pins.sh cpu -P ray   what follows goes to uv: here ray may move (-U: everything may)
+#   bash requirements/pins.sh              all three
+#   bash requirements/pins.sh cpu          one of them
+#   bash requirements/pins.sh wheels       finds for every pin of the three a wheel for Linux and Python 3.11, and its size
+#   bash requirements/pins.sh cpu -P ray   what follows goes to uv: here ray may move (-U: everything may)
 # A pin stays as it is for as long as pyproject.toml and the other packages allow. Metadata is read, wheels are not
 # downloaded. requirements/overrides/ says where a list departs from what its packages publish. The comment at the top
 # of a list is written by hand, and kept.
@@ -34,10 +35,33 @@ compile() { # PROFILE PLATFORM [OPTION]...   PLATFORM has the oldest glibc that 
   echo "pins: $list, $(grep -vc '^#' "$list") packages"
 }
 
+find_wheels() { # PROFILE PLATFORM LEFT_OUT [OPTION]...   LEFT_OUT is a pattern of pins that have no wheel
+  local found=$scratch/pylock.$1.toml
+  grep -vE "^(#|($3)==)" "requirements/$1.txt" >"$scratch/pinned.txt"
+  "$uv" pip compile --quiet --no-deps --no-build "$scratch/pinned.txt" --format pylock.toml --output-file "$found" \
+    --python-version 3.11 --python-platform "$2" "${@:4}" >/dev/null ||
+    fail "requirements/$1.txt has pins without a wheel (see above)"
+  .venv/bin/python - "$1" "$found" <<'PY'
+import sys, tomllib
+
+with open(sys.argv[2], "rb") as file:
+    packages = tomllib.load(file)["packages"]
+sizes = {p["name"] + " " + p["version"]: min(w.get("size", 0) for w in p["wheels"]) / 1e6 for p in packages}
+largest = sorted(sizes, key=sizes.get, reverse=True)[:6]
+print(f"{sys.argv[1]}: {len(sizes)} wheels, {sum(sizes.values()):,.0f} MB:", *(f"{x} {sizes[x]:.0f}," for x in largest))
+PY
+}
+
 profile=${1:-all}
 case $profile in
   all)
     for each in cpu cuda npu; do bash "$0" $each; done
+    ;;
+  wheels)
+    find_wheels cpu x86_64-manylinux_2_31 'torch' # whose CPU build is on PyTorch's index
+    find_wheels cuda x86_64-manylinux_2_31 'none'
+    # One is published as source, one is on Ascend's own index.
+    find_wheels npu aarch64-manylinux_2_34 'arctic-inference|triton-ascend'
     ;;
   cpu)
     source=(--torch-backend cpu)
@@ -46,5 +70,5 @@ case $profile in
     ;;
   cuda) compile cuda x86_64-manylinux_2_31 "${@:2}" ;;
   npu) compile npu aarch64-manylinux_2_34 "${@:2}" ;;
-  *) fail "there is no profile $profile; give cpu, cuda or npu" ;;
+  *) fail "there is no profile $profile; give cpu, cuda, npu or wheels" ;;
 esac

@@ -1,0 +1,217 @@
+"""The first day of a card: every check and a few runs, with their outcomes and figures in one JSON.
+
+    bash scripts/gpu_day.sh --json day.json      installs, and runs this
+    python -m recipes.common.first_day --platform cuda-emulated --json day.json
+
+On an emulated platform the same programs run on a CPU, and each line says so. Runs that the machine cannot make, for
+instance with CUDA graphs on a CPU, are no lines: ``not_run`` has the reason of each.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hardware.platform import Platform
+from hardware.platforms import PLATFORMS, get_platform
+from recipes.common.addition import make_data, make_model
+from rlworker.checks.device.speed import PEAK_TFLOPS
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ("--prompts-per-step", "8", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "16")
+SIZES += ("--data.max-prompt-tokens", "64", "--rollout.max-model-len", "128", "--rollout.max-num-seqs", "64")
+SIZES += ("--rollout.kv-cache-mb", "512", "--actor.micro-batch-tokens", "1024")
+SIZES += ("--checkpoint.save-minutes", "0", "--checkpoint.no-keep-best")
+"""Options of every run."""
+_MEASURED = ("time_step", "time_rollout", "time_update", "time_sync", "tokens_per_second", "flops_per_second")
+_MEASURED += ("logprob_diff_mean", "prompt_sharing", "memory_gb", "rollout_memory_gb")
+"""Fields of metrics.jsonl whose medians are figures of a run; the first two steps do not count."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that ran.
+
+    Attributes:
+        name: the run or check. outcome: "ok" or "FAILED". evidence: level of proof, executed or emulated.
+        text: the result in words. seconds: duration. figures: measured numbers by name.
+    """
+
+    name: str
+    outcome: str
+    evidence: str
+    text: str
+    seconds: float
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def plan_runs(platform: Platform, devices: int) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Plan the runs of GRPO for a machine.
+
+    Args:
+        devices: number of devices; with one, trainer and rollout engine take turns on it.
+
+    Returns:
+        name of a run -> its options; and name -> reason of those that this machine cannot run.
+    """
+    apart = ["--actor.ranks", str(max(1, devices // 2)), "--rollout.engines", str(max(1, devices // 2))]
+    colocated = ["--actor.ranks", str(devices), "--rollout.engines", str(devices), "--placement.colocate"]
+    usual = apart if devices > 1 else colocated
+    runs, not_run = {"grpo": usual, "grpo, prompts not shared": [*usual, "--actor.share", "none"]}, {}
+    if platform.visible_devices:
+        runs["grpo, no graphs"] = [*usual, "--rollout.vllm", "enforce_eager", "True"]
+    else:
+        not_run["grpo, no graphs"] = "vLLM on a CPU has no graphs; the other runs are without them"
+    for placement, options in (("apart", apart), ("colocated", colocated)):
+        for way in platform.find_weight_ways(placement == "colocated"):
+            name = f"grpo, {placement}, weights by {way}"
+            if placement == "apart" and devices < 2:
+                not_run[name] = "it takes two devices"
+            else:
+                runs[name] = [*options, "--rollout.weight-transfer", way]
+    for way in {way for name in PLATFORMS for way in get_platform(name).ways_from_all_ranks}:
+        if not any(name.endswith(f" {way}") for name in (*runs, *not_run)):
+            not_run[f"grpo, colocated, weights by {way}"] = f"platform {platform.name} does not have this way"
+    return runs, not_run
+
+
+class Day:
+    """Runs the programs one after another, and writes the JSON after each.
+
+    Args:
+        options: the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.platform = options, get_platform(options.platform)
+        self.folder = options.folder.resolve()
+        make_data(self.folder / "rows")
+        self.model = options.model or str(self.folder / "model")
+        if not Path(self.model).exists():
+            make_model(Path(self.model), seed=0)
+        self.lines: list[Line] = []
+        self.report: dict[str, Any] = {"platform": options.platform, "device": "", "devices": options.devices}
+        named = Path(self.model).name if options.model else "a Qwen3 of 132 thousand random parameters"
+        self.report |= {"model": named, "dtype": self.platform.default_dtype, "not_run": {}}
+
+    def add(self, name: str, passed: bool, text: str, seconds: float, figures: dict | None = None) -> None:
+        """Add a line of this platform to the report."""
+        self.write(Line(name, "ok" if passed else "FAILED", self.platform.evidence, text, seconds, figures or {}))
+
+    def write(self, line: Line) -> None:
+        """Print a line, and write all of them."""
+        self.lines.append(line)
+        print(f"{line.outcome:6}  {line.evidence:8}  {line.name}: {line.text} ({line.seconds:.0f} s)", flush=True)
+        report = self.report | {"lines": [asdict(each) for each in self.lines]}
+        self.options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    def run(self, name: str, arguments: Sequence[str]) -> tuple[subprocess.CompletedProcess[str], float]:
+        """Run a Python program; returns it and its seconds. Its output goes into a log that is named like the line."""
+        start, environment = time.monotonic(), os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        (self.folder / f"{_to_file_name(name)}.log").write_text(done.stdout + done.stderr)
+        return done, time.monotonic() - start
+
+    def check_device(self, parts: str) -> None:
+        """Run ``scripts/device_check.py``, all of it or some parts."""
+        path, only = self.folder / "device_check.json", ["--only", parts] if parts else []
+        arguments = ["scripts/device_check.py", "--platform", self.platform.name, "--json", str(path), *only]
+        done, seconds = self.run("device check", arguments)
+        found = json.loads(path.read_text()) if path.exists() else {"findings": []}
+        self.report |= {name: found[name] for name in ("device", "versions") if name in found}
+        figures = {
+            f"{row['where']}: {name}": value
+            for row in found["findings"]
+            if row["check"] == "speed"
+            for name, value in row["figures"].items()
+        }
+        self.add("device check", *_judge(done, found["findings"]), seconds, figures)
+
+    def check_model(self) -> None:
+        """Run ``rlworker check`` on the model."""
+        types = [f"--{engine}.dtype={self.platform.default_dtype}" for engine in ("actor", "rollout")]
+        arguments = ["-m", "rlworker", "check", self.model, "--platform", self.platform.name, *types, "--json"]
+        done, seconds = self.run("rlworker check", arguments)
+        rows = json.loads(done.stdout) if done.stdout.startswith("[") else []
+        self.add("rlworker check", *_judge(done, rows), seconds)
+
+    def train(self, name: str, options: Sequence[str]) -> None:
+        """Run some steps of GRPO."""
+        folder = self.folder / "runs" / _to_file_name(name)
+        arguments = ["-m", "recipes.grpo", "--model", self.model, "--run-dir", str(folder), "--platform"]
+        arguments += [self.platform.name, "--data.train", str(self.folder / "rows" / "train.jsonl"), "--steps"]
+        done, seconds = self.run(name, [*arguments, str(self.options.steps), *SIZES, *options])
+        figures = _read_figures(folder / "metrics.jsonl")
+        if peak := next((peak for card, peak in PEAK_TFLOPS.items() if card in self.report["device"]), None):
+            ranks = int(options[options.index("--actor.ranks") + 1])
+            figures["MFU"] = figures.get("flops_per_second", 0.0) / (1e12 * peak * ranks)
+        passed, text = _judge(done, [])
+        text = ", ".join(f"{key} {value:.3g}" for key, value in figures.items()) if passed else text
+        self.add(name, passed, text, seconds, figures)
+
+
+def _to_file_name(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def _judge(done: subprocess.CompletedProcess[str], rows: Sequence[dict]) -> tuple[bool, str]:
+    """Tell whether a program ended well, and count its rows or quote its last line."""
+    failed = [f"{row['check']} {row['where']}: {row['text']}" for row in rows if row["outcome"] == "FAILED"]
+    said = [line for line in (done.stdout + done.stderr).splitlines() if any(map(str.isalnum, line))]  # and no frames
+    last = said[-1] if said else "no output"
+    text = f"{len(rows) - len(failed)} of {len(rows)} lines passed" if rows else last
+    return done.returncode == 0, "; ".join([text, *failed[:5]])
+
+
+def _read_figures(path: Path) -> dict[str, float]:
+    """Read the medians of a run's metrics, over its steps from the third on."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = [row for row in rows if "time_step" in row][2:]
+    found = {name: [row[name] for row in steps if name in row] for name in _MEASURED}
+    return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=[*PLATFORMS], required=True, help="kind of machine")
+    parser.add_argument("--model", default="", help="HuggingFace folder; without it a tiny model is made")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices to use")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run")
+    parser.add_argument("--parts", default="", help="parts of the device check, as its --only; empty takes all")
+    parser.add_argument("--only", default="", help="run the lines whose names contain this text")
+    parser.add_argument("--installed", default="", help="profile and seconds of the installation, like cpu:90")
+    parser.add_argument("--folder", type=Path, default=Path("runs/first_day"), help="for logs, rows and runs")
+    parser.add_argument("--json", type=Path, default=Path("first_day.json"), help="file for the report")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the command line; exit status 1 where a line failed."""
+    options = parse_arguments()
+    day = Day(options)
+    runs, day.report["not_run"] = plan_runs(day.platform, options.devices)
+    if options.installed:
+        profile, seconds = options.installed.split(":")
+        day.write(Line("install", "ok", "executed", f"scripts/setup.sh {profile}", float(seconds)))
+    steps = {"device check": partial(day.check_device, options.parts), "rlworker check": day.check_model}
+    steps |= {name: partial(day.train, name, arguments) for name, arguments in runs.items()}
+    for name, step in steps.items():
+        if options.only in name:
+            step()
+    for name, reason in day.report["not_run"].items():
+        print(f"not run           {name}: {reason}")
+    print(f"{options.json} says all of it; please send it to the project, whatever it says")
+    sys.exit(any(line.outcome == "FAILED" for line in day.lines))
+
+
+if __name__ == "__main__":
+    main()
