@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 _EXPONENTS = {torch.float32: (torch.int32, 0x7F800000), torch.bfloat16: (torch.int16, 0x7F80)}
@@ -51,6 +50,8 @@ class DigestPlan:
 def checksum(tensor: Tensor) -> int:
     """Compute a checksum of a tensor where it lies: xxh3-64 of bytes on the host, a digest of all columns elsewhere."""
     if tensor.is_cpu:
+        import xxhash  # not at the top: the device check imports this module and does without
+
         # A copy: a tensor that numpy has seen could not be offloaded any more.
         return xxhash.xxh3_64_intdigest(tensor.detach().reshape(-1).view(torch.uint8).clone().numpy().data)
     digests: dict[str, int] = {}

@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PROFILES = ("cpu", "cuda", "npu")
 DISTRIBUTIONS = {"PIL": "pillow", "cv2": "opencv-python-headless", "megatron": "megatron-core", "xdist": "pytest-xdist"}
 """Imported name -> distribution, where they differ in more than a dash."""
-OWN = {*PACKAGES, "support", "bench"}
+OWN = {*PACKAGES, "support", "bench", "scripts"}
 OWN |= {path.stem for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py")}
 
 

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -158,19 +158,13 @@ def sync_with(trainer, fault: str) -> str:
 
     (engine,) = trainer.rollouts.workers
     ray.get(engine.__ray_call__.remote(plant, fault, trainer.models["actor"]))
-    group = trainer.actor
-    trainer.actor = SimpleNamespace(
-        dp_size=group.dp_size,
-        forward=group.forward,
-        call=lambda method, *args: group.call(method, *args[:2], 100_000, *args[3:]),
-    )
     try:
-        trainer.sync_weights()
+        with patch("rlworker.cluster.train_group.choose_bucket_bytes", return_value=100_000):
+            trainer.sync_weights()
         trainer.check_canary()
     except (RuntimeError, ray.exceptions.RayTaskError) as error:
         return str(error)
     finally:
-        trainer.actor = group
         ray.get(engine.__ray_call__.remote(lambda worker: worker.engine.__dict__.pop("load_weights") and None))
     return ""
 
