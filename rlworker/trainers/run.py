@@ -24,7 +24,7 @@ from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.errors import NothingScored, RunError
-from rlworker.tracking.capsule.record import keeping_capsule
+from rlworker.tracking.capsule.keep import keeping_capsule
 from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import HELDOUT, RunLog, StepClock, is_due, read_metrics
 from rlworker.tracking.report.page import format_report

@@ -204,7 +204,7 @@ def test_differences_of_a_real_model_are_named(one_rank, smollm2, tmp_path):
 
 def test_a_run_keeps_the_steps_that_it_is_asked_for(one_rank, model, tmp_path):
     """The checkpoint before the step is written, and kept for as long as the capsule is there."""
-    from rlworker.tracking.capsule.record import keeping_capsule
+    from rlworker.tracking.capsule.keep import keeping_capsule
     from rlworker.tracking.capsule.replay import find_checkpoint, make_default_config
 
     run, batch, loss = RunFolder(str(tmp_path)), make_groups(99), find_loss()
