@@ -125,7 +125,8 @@ def compare_updates(before: Update, now: Update) -> list[Stage]:
     for number, (name, states) in enumerate(zip(before.stages, before.values, strict=True)):
         apart, same = measure_states(states, now.values[number]), before.bits[number] == now.bits[number]
         stages.append(Stage(name, before.places, before.span, apart, limits[name], same))
-    for name in sorted(before.columns, key=_order_column):
+    # A wrong distribution shows in entropies, a wrong target in logprobs alone; derivatives come after both.
+    for name in sorted(before.columns, key=lambda name: (name.startswith(SLOPE), name)):
         own, other = before.columns[name], now.columns[name]
         least = _LEAST * float(np.abs(own).max(initial=0.0)) if name.startswith(SLOPE) else 0.0
         same = (own == other) | (np.isnan(own) & np.isnan(other))
@@ -137,11 +138,6 @@ def compute_norm_limit(before: Update, now: Update) -> float:
     """Return the largest relative difference of gradient norms that rounding makes: a gradient is taken to be rounded
     as the states are that it is computed from."""
     return _FACTOR * max(min(before.rounding[name], now.rounding[name]) for name in before.stages)
-
-
-def _order_column(name: str) -> tuple[bool, str]:
-    """Order columns as they are computed: a wrong distribution shows in entropies, a wrong target in logprobs alone."""
-    return name.startswith(SLOPE), name
 
 
 def find_first(
