@@ -59,9 +59,9 @@ def send_first_biases() -> list[Patch]:
     from engines.models.hf_folder import SafetensorsFolder
 
     def wrap(export):
-        def export_first_biases(self):
+        def export_first_biases(self, everywhere=False):
             folder = SafetensorsFolder(self.model.folder)
-            for name, tensor in export(self):
+            for name, tensor in export(self, everywhere):
                 yield name, folder[name] if name.endswith("score_correction_bias") else tensor
 
         return export_first_biases
