@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import tyro
 from tyro.conf import Positional
 
 from engines.models.hub import find_model
-from rlworker.checks.config import CheckConfig
+from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
 
@@ -55,7 +56,7 @@ def check(config: CheckConfig) -> None:
     """
     from rlworker.checks.check import run_check
     from rlworker.checks.self_test import run_self_test
-    from rlworker.checks.tiny_models import make_tiny_model
+    from rlworker.checks.tiny.models import make_tiny_model
 
     with TemporaryDirectory(prefix="rlworker-check-") as folder:
         tell = _make_teller()
@@ -138,6 +139,19 @@ def replay(arguments: Positional[tuple[str, ...]] = ()) -> None:
     _print_findings(command.run_replay(config, _make_teller()), config.json)
 
 
+def bisect(config: BisectConfig) -> None:
+    """Name the first layer of trainer or rollout engine that differs from HuggingFace by more than rounding.
+
+    HuggingFace computes each layer anew from the states that the engine had before it. Exit status 1 where one differs.
+
+    Args:
+        config: Settings of the comparison.
+    """
+    from rlworker.checks.bisect import run_bisect
+
+    _print_findings(run_bisect(config, _make_teller()), config.json)
+
+
 def _make_teller() -> Callable[[str], None]:
     """Return a function that prints a line with the seconds since now."""
     start = time.monotonic()
@@ -154,17 +168,20 @@ def _print_findings(findings: "Sequence[Finding]", as_json: bool) -> None:
 
 def main() -> None:
     """Run the command line."""
-    commands = {"check": check, "compare": compare, "evaluate": evaluate, "plan": plan, "replay": replay}
-    commands["report"] = report
+    commands: dict[str, Callable] = {
+        each.__name__: each for each in (bisect, check, compare, evaluate, plan, replay, report)
+    }
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
+    own = partial(parse_config, args=arguments, prog=f"rlworker {command}")
     try:
         if command in ("evaluate", "plan", "replay") and not {"-h", "--help"} & set(arguments[:1]):
             commands[command](tuple(arguments))  # its settings are those of what it names first
-            return
-        if command == "check":
-            check(parse_config(CheckConfig(), (check.__doc__ or "").partition("\n")[0], arguments, "rlworker check"))
-            return
-        tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
+        elif command == "bisect":
+            bisect(own(BisectConfig(), (bisect.__doc__ or "").partition("\n")[0]))
+        elif command == "check":
+            check(own(CheckConfig(), (check.__doc__ or "").partition("\n")[0]))
+        else:
+            tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
     except (ValueError, RunError) as error:
         sys.exit(f"error: {error}")
 

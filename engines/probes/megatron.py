@@ -29,6 +29,7 @@ from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from engines.probes.head import scoring_some
 from engines.probes.mixing import LOUD, Mixing, list_layers
+from engines.probes.states import watching_states
 from hardware.attention.rules import Rule
 from hardware.megatron.experts import sum_load
 
@@ -204,7 +205,10 @@ def compute_merged(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Toke
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
-    """Return the output of each layer of this rank's stage: layer number -> ``[N, hidden]`` float32."""
+    """Return the output of each layer of this rank's stage: layer number -> ``[N, hidden]`` float32.
+
+    On the first stage number 0 is the input of the first layer: embeddings, with features of images.
+    """
     layouts, states = [], {}
     build = engine.layout
 
@@ -212,21 +216,16 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
         layouts.append(build(lengths, sharing, scored))
         return layouts[-1]
 
-    def keep(layer, _, output):
-        hidden = output[0] if isinstance(output, tuple) else output  # [s / tp, b, h]
+    def keep(number: int, hidden: Tensor) -> None:  # [s / tp, b, h]
+        if number > engine.model.layers:  # after the last norm
+            return
         if engine.transformer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         flat = layouts[-1].unpack(hidden.transpose(0, 1), mpu.get_context_parallel_group())
-        states.setdefault(layer.layer_number, []).append(flat.float().cpu())
+        states.setdefault(number, []).append(flat.float().cpu())
 
-    hooks = [layer.register_forward_hook(keep) for layer in engine.decoder.decoder.layers]
-    engine.layout = layout
-    try:
+    with watching_states(engine, keep), patch.object(engine, "layout", layout):
         compute_outputs(engine, kind, batch)
-    finally:
-        del engine.layout
-        for hook in hooks:
-            hook.remove()
     with _settings(engine, layout=kind):
         schedule = _plan(engine, batch, 1)
     return {number: schedule.restore_order(torch.cat(parts)) for number, parts in states.items()}

@@ -4,7 +4,7 @@ A sketch has a few random projections of a token's hidden state, its norm, and a
 compare a whole step by a few numbers a token. The step itself computes the same bits, recorded or not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +68,35 @@ def sketch(states: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     return values.unflatten(0, states.shape[:-1]), bits.view(*states.shape[:-1], 1)
 
 
+@contextmanager
+def watching_states(engine: MegatronEngine, keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call ``keep(stage, states)`` in this context with all states ``[s / tp, b, h]`` of this rank, dummies' too.
+
+    Stages are those of ``Record``. A layer that is recomputed comes again.
+    """
+    block, last = engine.decoder.decoder, engine.model.layers + 1
+
+    def keep_embeddings(_: Any, args: Any, kwargs: Any) -> None:
+        keep(0, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    def keep_layer(layer: Any, _: Any, output: Any) -> None:
+        keep(layer.layer_number, output[0] if isinstance(output, tuple) else output)
+
+    def keep_last(_: Any, __: Any, output: Any) -> None:
+        keep(last, output)
+
+    hooks = [layer.register_forward_hook(keep_layer) for layer in block.layers]
+    if engine.decoder.pre_process:
+        hooks.append(block.register_forward_pre_hook(keep_embeddings, with_kwargs=True))
+    if engine.decoder.post_process:
+        hooks.append(block.register_forward_hook(keep_last))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class StateRecorder:
     """Records the states of an engine's micro-batches, dummies aside, while ``recording`` is entered."""
 
@@ -81,30 +110,15 @@ class StateRecorder:
     @contextmanager
     def recording(self) -> Iterator[Record]:
         """Record what runs in this context."""
-        engine, block = self.engine, self.engine.decoder.decoder
-        forward, last = engine.forward_micro_batch, engine.model.layers + 1
+        engine = self.engine
+        forward = engine.forward_micro_batch
 
         def forward_micro_batch(module: Any, micro: TrainBatch, layout: Any, is_dummy: bool = False) -> Tensor:
             self._layout, self._is_dummy, self._seen = layout, is_dummy, set()
             return forward(module, micro, layout, is_dummy)
 
-        def keep_embeddings(_: Any, args: Any, kwargs: Any) -> None:
-            self._keep(0, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-
-        def keep_last(_: Any, __: Any, output: Any) -> None:
-            self._keep(last, output)
-
-        hooks = [layer.register_forward_hook(self._keep_layer) for layer in block.layers]
-        if engine.decoder.pre_process:
-            hooks.append(block.register_forward_pre_hook(keep_embeddings, with_kwargs=True))
-        if engine.decoder.post_process:
-            hooks.append(block.register_forward_hook(keep_last))
-        try:
-            with patch.object(engine, "forward_micro_batch", forward_micro_batch):
-                yield self.record
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with watching_states(engine, self._keep), patch.object(engine, "forward_micro_batch", forward_micro_batch):
+            yield self.record
 
     def watch(self, loss: LossFn) -> LossFn:
         """Return the loss, which also records its derivatives by the outputs of each micro-batch."""
@@ -128,9 +142,6 @@ class StateRecorder:
         for (name, column), slope in zip(columns.items(), slopes or (None,) * len(columns), strict=True):
             found = torch.zeros_like(column) if slope is None else slope
             self.record.slopes.setdefault(name, []).append(found.detach())
-
-    def _keep_layer(self, layer: Any, _, output: Any) -> None:
-        self._keep(layer.layer_number, output[0] if isinstance(output, tuple) else output)
 
     @torch.no_grad()
     def _keep(self, stage: int, states: Tensor) -> None:

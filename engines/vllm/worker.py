@@ -1,6 +1,7 @@
 """Methods added to vLLM's worker: load new weights into the running model, and seed its sampler."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ class WeightSyncExtension:
     start_weight_update: Callable[[], None]
     finish_weight_update: Callable[[], None]
     _arrived: dict[str, int]
+    kept_states: tuple[dict, list]  # of engines.probes.vllm
 
     def tie_to_engine(self) -> None:
         """Make this worker's process end with the engine's, without leaving anything behind."""
@@ -125,6 +127,11 @@ class WeightSyncExtension:
         with torch.no_grad(), self._loading():
             self.read_back = self.read_back or ReadBack(model, shapes, tied, plan.dtype)
             return self.read_back.digest(plan)
+
+    def run_function(self, function: str, *args: Any) -> Any:
+        """Call ``function(worker, *args)``, where ``function`` is ``module:function``."""
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(self, *args)
 
     def list_parts(self) -> list[str]:
         """Return the names of the classes that build attention metadata, of layers with a state, and of the sampler."""

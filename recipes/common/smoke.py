@@ -9,7 +9,7 @@ from recipes.common import squares
 from recipes.common.addition import make_expert_model, make_model, make_state_model, make_tokenizer, write_rows
 from recipes.common.sizes import fit_to_model, fit_to_node
 from rlworker import RunConfig, SftConfig, VllmConfig, parse_config
-from rlworker.checks.tiny_models import IMAGE_TOKENS, VIDEO_FAMILIES, TinyVlm, make_tiny_vlm
+from rlworker.checks.tiny.models import IMAGE_TOKENS, VIDEO_FAMILIES, TinyVlm, make_tiny_vlm
 
 _QUESTIONS = str(Path(__file__).parent / "questions.jsonl")
 _DRAWN = ("temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")

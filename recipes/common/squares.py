@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from recipes.common.addition import SPECIAL, write_rows
-from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.checks.tiny.models import IMAGE_TOKENS, make_tiny_vlm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

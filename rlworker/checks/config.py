@@ -1,4 +1,4 @@
-"""Settings of ``rlworker check``."""
+"""Settings of ``rlworker check`` and ``rlworker bisect``."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from engines.config.rollout import find_weight_way
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
-from rlworker.checks.tiny_models import Tiny
+from rlworker.checks.tiny.models import Tiny
 from rlworker.config.model_checks import check_engines
 
 
@@ -52,3 +52,22 @@ class CheckConfig:
         """Check the model with ``check_engines`` against both engines, and return its spec."""
         find_weight_way(self.rollout, get_platform(self.platform), colocated=False)
         return check_engines(self.model, self.platform, self.actor, self.rollout)
+
+
+@dataclass(frozen=True)
+class BisectConfig:
+    """Settings of ``rlworker bisect``."""
+
+    model: Positional[str] = ""
+    """HuggingFace folder, hf:ORG/NAME, or a run's checkpoint."""
+    platform: PlatformName = DEFAULT_PLATFORM
+    """Kind of machine that the engines run on."""
+    rows: str = ""
+    """JSONL file of sequences, ids each, such as RUN/rejected/step_000007.jsonl; empty makes awkward ones."""
+    actor: MegatronConfig = field(default_factory=MegatronConfig)
+    rollout: VllmConfig = field(default_factory=lambda: VllmConfig(max_model_len=1024, max_num_seqs=4, kv_cache_mb=256))
+    json: bool = False
+    """Print JSON in place of the table."""
+
+    def __post_init__(self):
+        check_types("bisect", self)

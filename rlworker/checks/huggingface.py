@@ -24,7 +24,7 @@ from engines.images.video import Video
 from engines.interfaces import LossFn
 from engines.models.adapters import ExpertAdapter, name_in_peft
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_states import hiding_kernels
+from rlworker.checks.tiny.states import hiding_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from hardware.platforms import get_platform
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
-from rlworker.checks.tiny_models import Tiny, make_tiny_model
+from rlworker.checks.tiny.models import Tiny, make_tiny_model
 from rlworker.checks.trainer import Finding, list_kinds, list_platform_limits
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts

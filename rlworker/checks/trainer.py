@@ -263,14 +263,14 @@ def find_first_difference(trainer: CheckedTrainer, kind: str, reference: Referen
         for part in trainer.call_ranks("hidden_states", kind, trainer.case.batch)
         for n, hidden in part.items()
     }
-    before = trainer.limits["layers"]
+    before, count = trainer.limits["layers"], len(reference.hidden)
     for number in sorted(reference.hidden):
         apart = reference.compare_hidden(number, states[number])
         own = reference.rounding.hidden[number] if reference.rounding else 0.0
         if not apart <= _JUMP * max(before, own):
-            return f"layer {number} of {len(states)} is the first to differ, by {apart:.1e} of a token's hidden state"
+            return f"layer {number} of {count} is the first to differ, by {apart:.1e} of a token's hidden state"
         before = max(before, apart)
-    return f"all {len(states)} layers agree: what differs is the output layer or its targets"
+    return f"all {count} layers agree: what differs is the output layer or its targets"
 
 
 def check_gradients(trainer: CheckedTrainer) -> list[Finding]:

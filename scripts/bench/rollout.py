@@ -46,7 +46,7 @@ from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM
 from recipes.common import addition
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.worker_pool import POLL

@@ -30,7 +30,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.platform import HOST
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup

@@ -53,7 +53,7 @@ from engines.probes.saved_bytes import SavedBytes, find_place
 from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, get_platform
 from rlworker.algorithms.losses import policy_loss
 from rlworker.checks.device.report import Device
-from rlworker.checks.tiny_models import make_bare_tokenizer, make_tiny_text, make_tiny_vlm
+from rlworker.checks.tiny.models import make_bare_tokenizer, make_tiny_text, make_tiny_vlm
 
 if TYPE_CHECKING:
     from engines.megatron.engine import MegatronEngine

@@ -25,7 +25,7 @@ from engines.images.processor import ImageProcessor
 from engines.models.spec import ModelSpec
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from recipes.common.squares import make_tokenizer
-from rlworker.checks.tiny_models import make_tiny_vlm
+from rlworker.checks.tiny.models import make_tiny_vlm
 
 OPTIONS = make_parser(__doc__).parse_args()
 PROMPTS, SAMPLES, ROUNDS = (2, 2, 1) if OPTIONS.tiny else (8, 8, 7)

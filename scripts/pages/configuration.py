@@ -22,7 +22,7 @@ from recipes.common.smoke import RecipeConfig, VlmRecipeConfig  # noqa: E402
 from recipes.common.worked_episodes import EpisodeToyConfig  # noqa: E402
 from recipes.demos.cpu import DemoConfig  # noqa: E402
 from recipes.demos.states import StateConfig  # noqa: E402
-from rlworker.checks.config import CheckConfig  # noqa: E402
+from rlworker.checks.config import BisectConfig, CheckConfig  # noqa: E402
 from rlworker.config.run import RunConfig, TrainingConfig  # noqa: E402
 from rlworker.config.sft import SftConfig  # noqa: E402
 
@@ -54,6 +54,7 @@ GROUPS: tuple[tuple[str, type, type | None], ...] = (
     ("The demo of a model with states", StateConfig, DemoConfig),
     ("Demos with several turns", EpisodeToyConfig, DemoConfig),
     ("rlworker check", CheckConfig, None),
+    ("rlworker bisect", BisectConfig, None),
 )
 """Title of a group of tables, its class, and a class whose fields stand in an earlier group, unless of another type."""
 
@@ -130,7 +131,7 @@ def write_page() -> str:
         default = config()
         kinds, others = (get_type_hints(each, include_extras=True) if each else {} for each in (config, earlier))
         known = {name for name, kind in others.items() if kinds.get(name) == kind}
-        if config is CheckConfig:  # its engines have the settings of a run's
+        if config in (CheckConfig, BisectConfig):  # its engines have the settings of a run's
             known = {f.name for f in fields(default) if is_dataclass(getattr(default, f.name))}
         parts += [f"## {title}", *write_tables(default, "", known)]
     return "\n\n".join(parts) + "\n"

@@ -5,7 +5,7 @@ import pytest
 from engines.batch.samples import Image
 from engines.images.placeholders import check_margins, collapse_images, make_placeholders, read_newlines
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny.models import make_tiny_model
 
 TEXT = 40
 IMAGES = tuple(Image("a.png", "0", (8, 8), (1, 4, 4), f"image {number}") for number in range(2))

@@ -1,6 +1,6 @@
 """Tests run these tiny models: each family of ``support.factors``, and some with a setting of their own.
 
-``rlworker.checks.tiny_models`` makes them, as it does those of ``rlworker check``.
+``rlworker.checks.tiny.models`` makes them, as it does those of ``rlworker check``.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any
 from support.factors import IMAGE_STATE_FAMILIES
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
-from rlworker.checks.tiny_states import STATE_MODELS
+from rlworker.checks.tiny.models import GLM_EXPERTS, LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_text, make_tiny_vlm
+from rlworker.checks.tiny.states import STATE_MODELS
 
 VOCAB = 99  # odd, so that tensor parallelism has to pad it
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}

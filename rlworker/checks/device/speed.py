@@ -18,7 +18,7 @@ from rlworker.checks.device.attention import build_core, make_no_rotation
 from rlworker.checks.device.engine import build_engine, make_batch, measure_memory, plan_shard
 from rlworker.checks.device.report import Device, DeviceFinding
 from rlworker.checks.huggingface import probe_loss
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 """Part of a card's name -> dense bf16 TFLOP/s (the vendors' data sheets)."""

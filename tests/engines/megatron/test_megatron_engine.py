@@ -10,7 +10,7 @@ from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
 from rlworker.checks.huggingface import probe_loss
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 
 
 def poisoned_step(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:

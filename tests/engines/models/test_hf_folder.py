@@ -11,7 +11,7 @@ from support.models import write_config
 from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny.models import make_tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from support.ranks.vlm_cases import QWEN2_5_VL_7B, name_part
 from engines.images.processor import ImageProcessor
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny.models import make_tiny_model
 
 
 def test_a_folder_from_before_text_config(tmp_path):

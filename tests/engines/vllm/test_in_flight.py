@@ -17,7 +17,7 @@ from support.rollout_workers import Prompt, ask, begin, draw, list_spans, poll, 
 from engines.batch.samples import Request, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=512, max_num_seqs=64, kv_cache_mb=128)

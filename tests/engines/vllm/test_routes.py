@@ -13,7 +13,7 @@ from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.megatron.form import NO_ROUTE
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 CONFIG = VllmConfig(max_new_tokens=40, max_model_len=192, max_num_seqs=64, kv_cache_mb=64, replay_routes=True)

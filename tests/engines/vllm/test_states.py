@@ -15,7 +15,7 @@ from support.rollout_workers import Prompt, ask, find_unlike, make_requests, sen
 from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 CONFIG = VllmConfig(max_new_tokens=24, max_model_len=640, max_num_seqs=3, kv_cache_mb=128)

@@ -13,7 +13,7 @@ from support.rollout_workers import Prompt, draw, find_unlike, send, start_engin
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=64, max_num_seqs=64, kv_cache_mb=64)

@@ -21,7 +21,7 @@ from engines.config import VllmConfig
 from engines.images.placeholders import make_placeholders, read_newlines
 from engines.models.spec import ModelSpec
 from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments
-from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny.models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=128, max_num_seqs=64, kv_cache_mb=64)

@@ -27,7 +27,7 @@ from hardware.platforms import get_platform
 from rlworker import __main__ as cli
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny.models import make_tiny_model
 from rlworker.checks.trainer import Finding, _describe_influences
 
 

@@ -39,8 +39,8 @@ from rlworker.checks.huggingface import (
     load_huggingface,
     probe_loss,
 )
-from rlworker.checks.tiny_models import make_tiny_model
-from rlworker.checks.tiny_states import build_model
+from rlworker.checks.tiny.models import make_tiny_model
+from rlworker.checks.tiny.states import build_model
 from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
 
 TEMPERATURE = 0.7

@@ -8,7 +8,7 @@ import pytest
 from engines.config import MegatronConfig, VllmConfig
 from engines.config.rollout import find_weight_way
 from hardware.platforms import get_platform
-from rlworker.checks.tiny_models import (
+from rlworker.checks.tiny.models import (
     LARGE_WEIGHTS,
     make_bare_tokenizer,
     make_tiny_model,

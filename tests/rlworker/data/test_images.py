@@ -24,7 +24,7 @@ from engines.config import MegatronConfig
 from engines.images.decoding import decode
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.checks.tiny.models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.beside_actor import check_same_image_processing
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.sections import DataConfig

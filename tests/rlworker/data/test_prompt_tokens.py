@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.checks.tiny.models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer, read_rows

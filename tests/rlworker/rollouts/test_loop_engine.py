@@ -17,7 +17,7 @@ from support.rollout_workers import Prompt, ask, list_spans, send
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import make_tiny_text
+from rlworker.checks.tiny.models import make_tiny_text
 from rlworker.data.rows import Row
 from rlworker.environments.reward import make_environment
 

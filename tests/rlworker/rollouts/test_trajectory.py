@@ -11,7 +11,7 @@ from support.rollout_workers import make_completion, make_completions
 from engines.batch.samples import Completion, Image
 from engines.images.placeholders import make_placeholders
 from engines.models.spec import ModelSpec
-from rlworker.checks.tiny_models import make_tiny_model
+from rlworker.checks.tiny.models import make_tiny_model
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
 from rlworker.rollouts.metrics import summarise_groups

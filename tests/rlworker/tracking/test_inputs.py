@@ -17,7 +17,7 @@ from engines.config import LoraConfig
 from engines.models.adapter_folder import save_adapter_folder
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.checks.tiny.models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.tracking.inputs import Inputs

@@ -13,7 +13,7 @@ from support.environments.runners import EOS
 
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
-from rlworker.checks.tiny_models import IMAGE_TOKENS, make_tiny_vlm
+from rlworker.checks.tiny.models import IMAGE_TOKENS, make_tiny_vlm
 from rlworker.config.sections import DataConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer

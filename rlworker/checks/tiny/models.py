@@ -8,7 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlworker.checks.tiny_states import PARTLY_TURNED, STATE_MODELS, STATES, build_model, spell_spaces_as_bytes
+from rlworker.checks.tiny.states import PARTLY_TURNED, STATE_MODELS, STATES, build_model, spell_spaces_as_bytes
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel

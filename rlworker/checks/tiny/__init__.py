@@ -1,0 +1,1 @@
+"""Tiny models of every family, made on the spot."""
