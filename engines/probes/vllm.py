@@ -51,7 +51,7 @@ def begin_states(worker: WeightSyncExtension) -> None:
     def keep(stage: int, hidden: Tensor, residual: Tensor | None) -> None:
         # A layer leaves its last sum to the norm of the next. That norm rounds the sum to the model's type.
         rows = hidden if residual is None else hidden + residual
-        states.setdefault(stage, []).append(rows.detach().float().cpu())
+        states.setdefault(stage, []).append(rows.detach().clone().float().cpu())  # vLLM writes over its buffers
 
     def keep_input(layer: nn.Module, args: tuple, kwargs: dict, stage: int) -> None:
         given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments  # layers differ in their order

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -44,12 +45,14 @@ class States:
 
     Attributes:
         dtype: type of the engine's weights, by name. temperature: divides its logits.
+        banned: ids that have no probability in its logprobs.
         stages: number -> ``[N, hidden]`` float32: 0 are the embeddings, n the output of layer n.
         logprobs: ``[N]``; NaN where the engine has none.
     """
 
     dtype: str
     temperature: float
+    banned: tuple[int, ...]
     stages: Mapping[int, Tensor]
     logprobs: Tensor
 
@@ -104,16 +107,17 @@ def run_bisect(config: BisectConfig, tell: Callable[[str], None]) -> list[Findin
     batch = read_rows(config.rows, config.rollout.max_model_len) if config.rows else None
     folder = find_model(config.model)
     check = CheckConfig(folder, platform=config.platform, actor=config.actor, rollout=config.rollout, huggingface=False)
-    with start_engines(check, tell) as engines:
-        batch = batch or engines.trainer.case.batch
-        engines.actor.sync_weights(engines.rollouts.workers, 1)  # as a run has them
-        trainer, temperature = engines.trainer, config.rollout.temperature
-        found = {f"trainer, {kind}": take_trainer_states(trainer, kind, batch, temperature) for kind in trainer.kinds}
-        found["rollout"] = take_rollout_states(engines, batch)
-    return [
-        trainer.make_finding("layers", where, *judge(trainer.model, batch, states, tell))
-        for where, states in found.items()
-    ]
+    with TemporaryDirectory(prefix="rlworker-bisect-") as images:  # HuggingFace reads them when the engines are gone
+        with start_engines(check, tell, folder=images) as engines:
+            batch = batch or engines.trainer.case.batch
+            engines.actor.sync_weights(engines.rollouts.workers, 1)  # as a run has them
+            trainer, temperature = engines.trainer, config.rollout.temperature
+            found = {
+                f"trainer, {kind}": take_trainer_states(trainer, kind, batch, temperature) for kind in trainer.kinds
+            }
+            found["rollout"] = take_rollout_states(engines, batch)
+        judged = {where: judge(trainer.model, batch, states, tell) for where, states in found.items()}
+        return [trainer.make_finding("layers", where, *result) for where, result in judged.items()]
 
 
 def read_rows(path: str, longest: int) -> TrainBatch:
@@ -148,7 +152,13 @@ def take_trainer_states(trainer: CheckedTrainer, kind: str, batch: TrainBatch, t
     stages = {
         number: rows for part in trainer.call_ranks("hidden_states", kind, batch) for number, rows in part.items()
     }
-    return States(trainer.settings.dtype, temperature, stages, trainer.compute_outputs(kind, batch).logprobs)
+    return States(
+        trainer.settings.dtype,
+        temperature,
+        trainer.model.banned_tokens,
+        stages,
+        trainer.compute_outputs(kind, batch).logprobs,
+    )
 
 
 def take_rollout_states(engines: CheckedEngines, batch: TrainBatch) -> States:
@@ -163,7 +173,7 @@ def take_rollout_states(engines: CheckedEngines, batch: TrainBatch) -> States:
     answers = engines.rollouts.run("engines.probes.vllm:record_states", requests)[0]
     stages = {number: torch.cat([states[number][:-1] for states, _ in answers]) for number in answers[0][0]}
     logprobs = torch.cat([torch.from_numpy(scores.logprobs) for _, scores in answers])
-    return States(engines.config.rollout.dtype, 1.0, stages, logprobs)
+    return States(engines.config.rollout.dtype, 1.0, (), stages, logprobs)  # scores are over all ids
 
 
 def judge(
@@ -235,6 +245,6 @@ def compute_anew(
 
             module.register_forward_pre_hook(exchange, with_kwargs=True)
         for one, logits in iterate_logits(network, batch, make_image_arguments(model)):
-            scores.append(score_tokens(logits, one.targets, model.banned_tokens, states.temperature).logprobs)
+            scores.append(score_tokens(logits, one.targets, states.banned, states.temperature).logprobs)
     stages = {number: torch.cat(parts) for number, parts in computed.items()}
     return replace(states, stages=stages, logprobs=torch.cat(scores))

@@ -61,18 +61,19 @@ class CheckedEngines:
 
 @contextmanager
 def start_engines(
-    config: CheckConfig, tell: Callable[[str], None], rollouts: Rollouts | None = None
+    config: CheckConfig, tell: Callable[[str], None], rollouts: Rollouts | None = None, folder: str = ""
 ) -> Iterator[CheckedEngines]:
     """Start the engines in this context. HuggingFace computes before: memory may not have room for both.
 
     Args:
         tell: is called with a line of text at the start of each part.
         rollouts: rollout engines that run already; None starts them.
+        folder: folder for the images of the case; empty makes one for as long as the engines run.
     """
     model = config.check_model()
     temperature = config.rollout.temperature
     with ExitStack() as running:
-        images = running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))
+        images = folder or running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))
         case = make_case(model, config.actor.dp, images)
         longest = max(len(row.prompt_ids) for row in case.rows) + config.rollout.max_new_tokens
         if longest > config.rollout.max_model_len:
