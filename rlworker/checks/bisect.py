@@ -47,7 +47,7 @@ class States:
         dtype: type of the engine's weights, by name. temperature: divides its logits.
         banned: ids that have no probability in its logprobs.
         stages: number -> ``[N, hidden]`` float32: 0 are the embeddings, n the output of layer n.
-        logprobs: ``[N]``; NaN where the engine has none.
+        logprobs: ``[N]``.
     """
 
     dtype: str
@@ -104,9 +104,10 @@ def run_bisect(config: BisectConfig, tell: Callable[[str], None]) -> list[Findin
     """
     if not config.model:
         raise ValueError("bisect: expected a model's folder or hf:ORG/NAME, got none; name it after bisect")
-    batch = read_rows(config.rows, config.rollout.max_model_len) if config.rows else None
     folder = find_model(config.model)
     check = CheckConfig(folder, platform=config.platform, actor=config.actor, rollout=config.rollout, huggingface=False)
+    longest = config.rollout.max_model_len
+    batch = read_rows(config.rows, longest, check.check_model().vocab) if config.rows else None
     with TemporaryDirectory(prefix="rlworker-bisect-") as images:  # HuggingFace reads them when the engines are gone
         with start_engines(check, tell, folder=images) as engines:
             batch = batch or engines.trainer.case.batch
@@ -120,14 +121,14 @@ def run_bisect(config: BisectConfig, tell: Callable[[str], None]) -> list[Findin
         return [trainer.make_finding("layers", where, *result) for where, result in judged.items()]
 
 
-def read_rows(path: str, longest: int) -> TrainBatch:
+def read_rows(path: str, longest: int, vocab: int) -> TrainBatch:
     """Read sequences of a JSONL file: the field ``ids`` of each line.
 
     Args:
-        longest: most ids of a sequence.
+        longest: most ids of a sequence. vocab: number of ids that the model has.
 
     Raises:
-        ValueError: the file is none, or a sequence has images or another number of ids.
+        ValueError: the file is none or empty, or a sequence has images, another number of ids, or other ids.
     """
     sequences = []
     try:
@@ -138,11 +139,19 @@ def read_rows(path: str, longest: int) -> TrainBatch:
         ids = line.get("ids") if isinstance(line, dict) else None
         if not (isinstance(ids, list) and 2 <= len(ids) <= longest and all(isinstance(one, int) for one in ids)):
             raise ValueError(
-                f"bisect: {path}:{number}: expected 2 to {longest} ids under 'ids', by rollout.max_model_len"
+                f"bisect: {path}:{number}: expected 2 to {longest} ids under 'ids', by rollout.max_model_len; "
+                "leave the row out, or raise --rollout.max-model-len"
+            )
+        if not 0 <= min(ids) <= max(ids) < vocab:
+            raise ValueError(
+                f"bisect: {path}:{number}: has ids from {min(ids)} to {max(ids)}, expected 0 to {vocab - 1}; name the "
+                "model that the rows are of"
             )
         if line.get("images"):
             raise ValueError(f"bisect: {path}:{number}: has images; leave out --rows to take the check's own")
         sequences.append(ids)
+    if not sequences:
+        raise ValueError(f"bisect: --rows {path!r} has no line; leave it out to take the check's own sequences")
     return TrainBatch.from_ids(sequences, [1] * len(sequences))
 
 

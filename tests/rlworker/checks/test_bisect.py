@@ -37,15 +37,22 @@ def test_rows_are_read_or_refused_by_line(tmp_path):
 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"ids": [5, 6, 7]}\n{"ids": [8, 9], "row": 3}\n')
-    batch = read_rows(str(path), 8)
+    batch = read_rows(str(path), 8, 10)
     assert batch.lengths == (2, 1) and batch.inputs.tolist() == [5, 6, 8] and batch.targets.tolist() == [6, 7, 9]
     for line, message in (
         ('{"ids": [5]}', r"rows.jsonl:1: expected 2 to 8 ids under 'ids', by rollout.max_model_len"),
         ('{"ids": [5, 6], "images": [{"path": "a.png"}]}', "rows.jsonl:1: has images; leave out --rows"),
         ("[5", "is no JSONL file"),
+        (
+            '{"ids": [5, 10]}',
+            "rows.jsonl:1: has ids from 5 to 10, expected 0 to 9; name the model",
+        ),
     ):
         path.write_text(line + "\n")
         with pytest.raises(ValueError, match=message):
-            read_rows(str(path), 8)
+            read_rows(str(path), 8, 10)
+    path.write_text("")
+    with pytest.raises(ValueError, match="has no line; leave it out"):
+        read_rows(str(path), 8, 10)
     with pytest.raises(ValueError, match=r"expected a model's folder or hf:ORG/NAME, got none; name it after bisect"):
         run_bisect(BisectConfig(), print)
