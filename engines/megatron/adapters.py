@@ -14,7 +14,6 @@ from torch import Tensor
 from engines.batch.shard import Outputs, Shard
 from engines.config import MegatronConfig
 from engines.interfaces import OffloadPart
-from engines.megatron.memory.activations import FROZEN_PARTS
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
 from engines.models.adapter_folder import WEIGHTS, save_adapter_folder
 from engines.models.adapters import ExpertAdapter, draw_start, name_in_peft
@@ -66,7 +65,6 @@ class Adapters:
                 self._of_weight[layer.weight] = made
                 self.tensors |= {adapter.a.name: made.a, adapter.b.name: made.b}
         keep_less(module.decoder)
-        self._columns = model.vocab // config.tp
         heads = {name: each for name, each in name_parameters(module).items() if name in model.weights}
         heads = {name: (model.weights[name], each) for name, each in heads.items() if model.weights[name].is_head}
         self.learned = {name: (self._weights[name], each) for name, each in self.tensors.items()} | heads
@@ -81,15 +79,6 @@ class Adapters:
             # A layer that is computed again has gradients only where its input has some, which embeddings need not.
             require = lambda _, __, out: out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())  # noqa: E731
             module.embedding.register_forward_hook(require)
-
-    def cut_head(self, tokens: int, most: int) -> dict[str, Any]:
-        """Cut the logits of ``tokens`` into smaller chunks than ``most`` at once: a frozen head has no gradient of its
-        own, to which each chunk would add. They are kept for the backward pass where ``most`` has room for all.
-
-        Returns:
-            arguments ``at_once`` and ``keep_logits`` of ``score_tokens``.
-        """
-        return {"at_once": most // FROZEN_PARTS, "keep_logits": tokens * self._columns <= most}
 
     @torch.no_grad()
     def fill(self, values: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
+from engines.megatron.memory.activations import FROZEN_PARTS
 from engines.megatron.memory.offload import OffloadedWeights, OffloadManager
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config, choose_learning
 from engines.megatron.optimizer import build_optimizer
@@ -257,10 +258,8 @@ class MegatronEngine:
             None if column is None else layout.gather_tokens(column)
             for column in (micro.support, micro.rollout_top_ids)
         )
-        hidden, most = layout.gather_slots(hidden.transpose(0, 1)), self.platform.kernel_memory.head_logits
-        sizes: dict[str, Any] = self.adapters.cut_head(len(hidden), most) if self.adapters else {"at_once": most}
         scores = score_tokens(
-            hidden,
+            layout.gather_slots(hidden.transpose(0, 1)),
             module.output_weight,
             layout.gather_tokens(micro.targets),
             temperature=self.temperature,
@@ -268,7 +267,7 @@ class MegatronEngine:
             support=support,
             top_ids=top_ids,
             banned=self.banned,
-            **sizes,
+            at_once=self.platform.kernel_memory.head_logits // (FROZEN_PARTS if self.adapters else 1),
             group=mpu.get_tensor_model_parallel_group(),
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.

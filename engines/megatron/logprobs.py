@@ -3,7 +3,8 @@ without holding the logits of all tokens at once.
 
 The output projection belongs to it: logits are made for some tokens at a time, over this rank's columns of the
 vocabulary, and made again for the backward pass, which turns their gradient into those of hidden states and weight
-before it makes the next. Logits of a single chunk of tokens are kept instead.
+before it makes the next. Logits of a single chunk of tokens are kept instead. Of a weight that is frozen neither is
+needed: the derivative of each logprob by its hidden state is a vector, which the forward pass has at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,23 +33,14 @@ class _VocabParallelHead(torch.autograd.Function):
     For ``p = softmax(z)``: ``d logprob / dz = onehot - p`` and ``d entropy / dz = -p * (log p + entropy)``; for the
     other ids O together, ``d log p(O) / dz = p / p(O) - p`` in O and ``-p`` elsewhere. Each rank's gradient of the
     hidden states is that of its own columns; the backward of their gather sums the ranks.
+
+    With ``frozen``, for a weight W that takes no gradient and no ``top_ids``, the forward pass computes
+    ``d logprob / d hidden = (1 - p(target)) W[target] - sum over other ids of p W`` beside the logits. Where a loss
+    takes a gradient of the entropy too, the logits are made again.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        top_ids,
-        support,
-        scale,
-        first_id,
-        banned,
-        keep,
-        at_once,
-        group,
-    ):
+    def forward(ctx, hidden, weight, target, top_ids, support, scale, first_id, banned, keep, frozen, at_once, group):
         # An id's logit is on the one rank that has its column; others read column 0 and mask it out below.
         ids = target[None] if top_ids is None else torch.cat([target[None], top_ids])  # [1 + k, n]
         local = (ids >= first_id) & (ids < first_id + len(weight))
@@ -56,6 +48,8 @@ class _VocabParallelHead(torch.autograd.Function):
         # [n] each, over this rank's columns: max z, sum exp(z - max), sum exp(z - max) (z - max), and the others' exp.
         highest_local, total, moment, others = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         logit = hidden.new_empty(ids.shape, dtype=torch.float32)  # z of the ids
+        derivative = torch.empty_like(hidden if frozen else hidden[:0])
+        apart = slice(0, 1) if frozen else slice(1, None)  # the ids that are none of the others
         ctx.kept = []
         ctx.set_materialize_grads(False)
         for rows in _cut_chunks(len(hidden), len(weight), at_once):
@@ -67,12 +61,14 @@ class _VocabParallelHead(torch.autograd.Function):
             exp = shifted.exp()
             total[rows] = exp.sum(-1)
             moment[rows] = torch.linalg.vecdot(exp, shifted)
-            if top_ids is not None:
-                _take_out(exp, column[1:, rows].T, local[1:, rows].T)
+            if frozen or top_ids is not None:
+                _take_out(exp, column[apart, rows].T, local[apart, rows].T)
                 others[rows] = exp.sum(-1)
-            if keep:
+            if frozen:
+                derivative[rows] = exp.to(weight.dtype) @ weight
+            elif keep:
                 ctx.kept.append(logits)
-        sums = (total, moment) if top_ids is None else (total, moment, others)
+        sums = (total, moment, others) if frozen or top_ids is not None else (total, moment)
         highest, logit, (total, moment, *others) = _sum_over_ranks(highest_local, logit, sums, local, group)
         # Over all columns now: H = -sum p log p with log p = (z - max) - log_total, and p summing to 1.
         log_total = total.log()
@@ -81,14 +77,19 @@ class _VocabParallelHead(torch.autograd.Function):
         top = None
         if top_ids is not None:
             top = (torch.stack([*logit[1:], others[0].clamp_min(_LEAST).log()], -1) - log_total[:, None]).contiguous()
+        if frozen:  # so far the sum of exp(z - max) W over this rank's other ids, with the largest z of this rank
+            derivative.mul_((highest_local - highest).exp().div(total).neg_()[:, None])
+            derivative.addcmul_(weight[column[0]], (others[0] / total * local[0]).to(weight.dtype)[:, None])
         ctx.scale, ctx.banned, ctx.first_id, ctx.at_once = scale, banned, first_id, at_once
-        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy, top, support)
+        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy, top, support, derivative)
         return logit[0] - log_total, entropy, top  # logits are less the largest one by now
 
     @staticmethod
     def backward(ctx, d_logprob: Tensor | None, d_entropy: Tensor | None, d_top: Tensor | None):
-        hidden, weight, local, column, log_sum, entropy, top, support = ctx.saved_tensors
+        hidden, weight, local, column, log_sum, entropy, top, support, derivative = ctx.saved_tensors
         d_logprob = torch.zeros_like(entropy) if d_logprob is None else d_logprob
+        if len(derivative) and d_entropy is None:
+            return (derivative * (d_logprob * ctx.scale)[:, None]).to(hidden.dtype), *[None] * 11
         d_ids, p_weight, top_p_weight = _weigh_probabilities(d_logprob, d_entropy, d_top, entropy, top)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -118,7 +119,7 @@ class _VocabParallelHead(torch.autograd.Function):
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
                 _add_product(d_weight, gradient, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 9
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 10
 
 
 def _weigh_probabilities(d_logprob: Tensor, d_entropy: Tensor | None, d_top: Tensor | None, entropy: Tensor, top):
@@ -226,7 +227,8 @@ def score_tokens(
         support: ``[n, k]``, the ids that could be sampled, -1 for none: all others get no probability. Where all are
             -1, every id could be.
         banned: ids that are never sampled: they get no probability, and as a target the logprob 0.
-        keep_logits: keep them for the backward pass; None does where they are a single chunk.
+        keep_logits: keep them for the backward pass, which a frozen weight does not need; None does where they are a
+            single chunk.
         at_once: logits in one chunk of tokens. group: the tensor-parallel group.
 
     Returns:
@@ -238,9 +240,10 @@ def score_tokens(
     if keep_logits is None:
         keep_logits = len(hidden) * len(weight) <= at_once
     keep = keep_logits and torch.is_grad_enabled()
+    frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad and top_ids is None
     banned_columns = [token - first_id for token in banned if first_id <= token < first_id + len(real_weight)]
     further = None if top_ids is None else top_ids.T.long()
-    settings = 1 / temperature, first_id, banned_columns, keep, at_once, group
+    settings = 1 / temperature, first_id, banned_columns, keep, frozen, at_once, group
     logprobs, entropy, top = _VocabParallelHead.apply(hidden, real_weight, target, further, support, *settings)
     if top_ids is not None:
         top = top.masked_fill(torch.nn.functional.pad(top_ids < 0, (0, 1)), 0.0)  # the last column is that of others

@@ -159,11 +159,12 @@ class _Up(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, b: Tensor, scale: float, is_own: bool) -> Tensor:
         ctx.save_for_backward(x, b)
         ctx.scale = scale
-        if not is_own:
-            return torch.addmm(y.flatten(0, -2), x.flatten(0, -2), b.T, alpha=scale).view(y.shape)
-        ctx.mark_dirty(y)
-        y.view(-1, y.shape[-1]).addmm_(x.flatten(0, -2), b.T, alpha=scale)
-        return y
+        # A view may not be marked as changed. No operator before it has kept the layer's output for its backward pass.
+        sum_ = y if is_own else y.detach()
+        sum_.view(-1, y.shape[-1]).addmm_(x.flatten(0, -2), b.T, alpha=scale)
+        if is_own:
+            ctx.mark_dirty(y)
+        return sum_
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -197,7 +198,7 @@ class _Gate(torch.autograd.Function):
 
 def _gate(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     gate, up = x.chunk(2, -1)
-    return activation(gate) * up
+    return activation(gate).mul_(up)
 
 
 def keep_less(module: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from hardware.platform import KernelMemory
 
 FP32 = 4
 FROZEN_PARTS = 8
-"""A frozen head that is trained through makes at once this part of the logits that another does."""
+"""A frozen head makes at once this part of the logits that another does: no gradient of a weight is added by chunk."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,8 @@ def estimate_activations(
     if is_last and model.head == "language":
         logits = min(slots * model.vocab / tp, kernels.head_logits)
         head = 3 * FP32 * logits  # forward: logits, less the largest, and exp of that
-        if trainable and config.lora.rank:  # those that are kept, and a chunk's, less the largest, and exp
-            head = FP32 * (logits + 2 * min(logits, kernels.head_logits / FROZEN_PARTS))
+        if config.lora.rank:
+            head = 3 * FP32 * min(logits, kernels.head_logits / FROZEN_PARTS)
         elif trainable:  # backward: logarithms and gradient, then in the weight's type; the weight's gradient, twice
             gradients = 2 * FP32 + (size if size < FP32 else 0)
             head = max(head, gradients * logits + (FP32 + size) * model.vocab * model.hidden / tp)
