@@ -93,7 +93,7 @@ MACHINES = {
         # those of the 910C's die.
         replace(_910C, name="910b", products={"bfloat16": 354 * _TERA, "float32": 88 * _TERA}, devices=8),
         _910C,
-        # A core of an AMD EPYC of two, fitted by scripts/forecast.py; what moves is mostly in memory that is new.
+        # A core of an AMD EPYC of two, fitted by scripts/forecast/fit.py; what moves is mostly in memory that is new.
         Machine(
             "cpu",
             products={"float32": 89 * _GIGA, "bfloat16": 89 * _GIGA},

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from hardware.megatron.shims import Runtime
 from hardware.platform import KernelMemory
 from hardware.shapes.calls import Call, describe_call
-from hardware.shapes.kernels import count_inside, fuse_norms
+from hardware.shapes.kernels import count_inside, fuse_kernels
 from hardware.shapes.live_bytes import LiveBytes
 
 DEVICE_TYPE = "shapes"
@@ -36,12 +36,19 @@ def open_device() -> tuple[torch.device, Runtime]:
         the device, and the functions that Megatron calls in place of ``torch.cuda``. Random numbers are the host's, and
         nobody reads them.
     """
-    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE)
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_Module())
     dist.Backend.backend_capability["fake"].append(DEVICE_TYPE)
     device = torch.device(DEVICE_TYPE, 0)
     get_state = lambda *_, **__: torch.get_rng_state()  # noqa: E731
     set_seed = lambda *_: torch.manual_seed(0)  # noqa: E731
     return device, Runtime(device.type, lambda: device, lambda *_: None, get_state, torch.set_rng_state, set_seed)
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """Torch's module of functions of the device. Recomputation asks for the types of autocast, which nothing uses."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
 
 
 class _Fakes(FakeTensorMode):
@@ -71,7 +78,7 @@ class ShapeMode(TorchDispatchMode):
         self.flops, self.calls = 0, list[Call]()
         self._memory, self._given = memory, deque[int]()
         self.on_host = _Fakes(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._library = fuse_norms() if memory.fuses_norms else None
+        self._library = fuse_kernels(memory.fuses_norms)
 
     def __enter__(self) -> "ShapeMode":
         # torch.tensor(..., device=) is otherwise copied to the device where no mode sees it.

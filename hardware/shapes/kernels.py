@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hardware.platform import KernelMemory
 
+_aten: Any = torch.ops.aten
 _BACKWARD = "torch_attn::_varlen_attn_backward"
 
 
@@ -25,14 +26,46 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None
 
 
-def fuse_norms() -> torch.library.Library:
-    """Make ``rms_norm`` one operator on torch's private device, for as long as the library is kept."""
+class _FlashAttention(torch.autograd.Function):
+    """Calls torch's flash attention, forward and backward, by the operators whose shapes are known everywhere."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None):
+        output, lse, *further, _ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, is_causal=is_causal, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.further, ctx.is_causal, ctx.scale = further, is_causal, scale
+        return output
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        bounds, (query_bounds, key_bounds, *longest, seed, offset) = ctx.saved_tensors, ctx.further
+        found = _aten._scaled_dot_product_flash_attention_backward(
+            gradients[0], *bounds, query_bounds, key_bounds, *longest, 0.0, ctx.is_causal, seed, offset, scale=ctx.scale
+        )
+        return *found, None, None
+
+
+def fuse_kernels(has_norms: bool) -> torch.library.Library:
+    """Make one operator of each kernel that torch has on every device, for as long as the library is kept: of attention
+    in bfloat16 without a mask and, with ``has_norms``, of ``rms_norm``."""
     library = torch.library.Library("aten", "IMPL")
 
     def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None):
         return _FusedNorm.apply(x, weight)
 
-    library.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
+    def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if attn_mask is None and query.dtype == torch.bfloat16 and not enable_gqa:
+            return _FlashAttention.apply(query, key, value, is_causal, scale)
+        settings = {"scale": scale, "enable_gqa": enable_gqa}
+        return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **settings)[
+            0
+        ]
+
+    library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
+    if has_norms:
+        library.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
     return library
 
 

@@ -20,10 +20,12 @@ class MicroBatch:
 
     Attributes:
         slots: slots over all context-parallel ranks. sequences: number of its sequences.
+        routed: rows that come to a rank's experts for each that would come if all experts got equally many.
     """
 
     slots: int = 0
     sequences: int = 1
+    routed: float = 1.0
 
 
 def get_itemsize(dtype: str) -> int:
@@ -100,7 +102,7 @@ def _count_layer(
     halves = 3 if kernels.fuses_swiglu and model.activation == "silu" else 5
     mlp = halves * ffn
     if options.experts:
-        mlp = _count_mixture(options.experts, model.hidden, halves, config) * slots
+        mlp = _count_mixture(options.experts, model.hidden, halves, config, micro.routed) * slots
     if config.lora.rank:  # adapters make outputs of norms and activations again, and keep rank numbers of a token
         targets = sum(len(adapter.targets) for adapter in config.lora.list_adapters(model)) / model.layers
         norm = model.hidden * norm_input + (hidden if by_hand and size < FP32 else 0)  # the source in its own type
@@ -117,10 +119,10 @@ def _count_layer(
     )
 
 
-def _count_mixture(experts: Experts, hidden: int, halves: int, config: MegatronConfig) -> float:
+def _count_mixture(experts: Experts, hidden: int, halves: int, config: MegatronConfig, routed: float) -> float:
     """Count the bytes that a layer of experts keeps for each slot, ``halves`` tensors of its shared expert's width."""
     size, shared = get_itemsize(config.dtype), experts.shared
-    kept = count_experts(experts, hidden, size, config)
+    kept = count_experts(experts, hidden, size, config, routed)
     if config.megatron.get("moe_z_loss_coeff"):  # logits, and the logarithm of their sum
         kept += (experts.count + 1) * FP32
     # With the input, of which the router has a copy, and the gate and the output that it scales.
@@ -170,20 +172,25 @@ _INDEX = 8
 """Bytes of a number of a token or an expert."""
 
 
-def count_experts(experts: Experts, hidden: int, size: int, config: MegatronConfig) -> float:
+def count_experts(experts: Experts, hidden: int, size: int, config: MegatronConfig, routed: float = 1.0) -> float:
     """Count the bytes that a mixture keeps for the backward pass, for each slot as if it held a token.
 
     For each token: its hidden state in fp32 and its place; scores, and the chosen ones before and after they are
     scaled. For each of its experts: a row of the input; gate, up, activation, their product and that times the row's
-    weight; the weight, its expert and two places. Of an expert in several parts each rank has a row. Experts are taken
-    to get equally many tokens.
+    weight; the weight, its expert and two places. Of an expert in several parts each rank has a row. ``routed`` is as
+    in ``MicroBatch``.
     """
     row = (config.etp * hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
     token = hidden * FP32 + (experts.count + 2 * experts.chosen) * FP32 + _INDEX
-    return experts.chosen * row + token
+    return experts.chosen * routed * row + token
 
 
-def count_dispatched(experts: Experts, hidden: int, config: MegatronConfig) -> float:
+def count_worst_routes(experts: Experts, config: MegatronConfig) -> float:
+    """Count the rows that come to a rank at most, as ``MicroBatch.routed``: a token chooses each expert once."""
+    return config.ep * min(experts.chosen, experts.count // config.ep) / experts.chosen
+
+
+def count_dispatched(experts: Experts, hidden: int, config: MegatronConfig, routed: float = 1.0) -> float:
     """Count the bytes for each slot of the rows that are on their way from experts, beside what a mixture keeps.
 
     A row is the hidden state of a token and one of its experts. Without an exchange there are the experts' outputs, and
@@ -191,7 +198,7 @@ def count_dispatched(experts: Experts, hidden: int, config: MegatronConfig) -> f
     the same in order of ranks, and those that came back; of an expert in several parts all but the first once for each.
     Beside them each token has a hidden state in fp32, or two in 16 bits: its copy before and its sum after.
     """
-    rows = 1 + 4 * config.etp if config.ep * config.etp > 1 else 2
+    rows = 1 + (1 + 3 * routed) * config.etp if config.ep * config.etp > 1 else 2
     return (rows * experts.chosen * get_itemsize(config.dtype) + FP32) * hidden
 
 
@@ -262,7 +269,7 @@ def estimate_activations(
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
     head, is_last, dispatched = 0.0, stage == config.pp - 1, 0.0
     if model.experts and any(options.experts for options in list_stage_options(model, config, stage)):
-        dispatched = count_dispatched(model.experts, model.hidden, config) * slots / tp
+        dispatched = count_dispatched(model.experts, model.hidden, config, micro.routed) * slots / tp
     if is_last and model.head == "language":
         logits = min(slots * model.vocab / tp, kernels.head_logits)
         head = 3 * FP32 * logits  # forward: logits, less the largest, and exp of that

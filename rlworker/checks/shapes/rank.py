@@ -32,12 +32,15 @@ def run_rank(case: RankCase) -> RankCount:
     from engines.megatron import engine as engines
     from engines.megatron.groups import init_distributed
     from rlworker.checks.shapes.exchange import tell_experts, tell_objects, tell_stages
+    from rlworker.checks.shapes.images import tell_images
 
     mode, count, store = ShapeMode(device, platform.kernel_memory), RankCount(), HashStore()
     tell_objects(case, device)
     tell_stages(case, mode)
     if case.model.experts:
         tell_experts(case, mode)
+    if case.model.vision:
+        tell_images(case.model.vision, mode)
     _replace_files(engines, case.model, mode)
     for rank in range(case.config.ranks):
         store.set(f"rank {rank}", "here")
@@ -113,9 +116,14 @@ class _ConfigFolder:
 
 
 def make_shard(case: RankCase, replica: int) -> Shard:
-    """Make a replica's micro-batches of equal sequences, three quarters of them sampled."""
+    """Make a replica's micro-batches of equal sequences: of text three quarters are sampled, with an image less."""
     rows, prompt = case.sequences * case.micro_batches, max(1, case.length // 4)
-    batch = TrainBatch.from_ids([[1] * case.length] * rows, [prompt] * rows)
+    if case.model.vision:
+        from rlworker.checks.shapes.images import make_image_batch
+
+        batch = make_image_batch(case.model.vision, case.length, rows)
+    else:
+        batch = TrainBatch.from_ids([[1] * case.length] * rows, [prompt] * rows)
     batch = replace(batch, advantages=torch.ones(batch.num_tokens))
     return Shard(batch, (case.sequences,) * case.micro_batches, 0, replica, 0)
 

@@ -4,9 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
+from engines.megatron.memory.activations import MicroBatch, count_worst_routes
 from engines.megatron.memory.estimate import RankMemory, compute_rank_memory
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
@@ -44,10 +46,6 @@ def list_cases(config: "Config", model: ModelSpec, ranks: Sequence[int]) -> list
     actor, micro = config.actor, plan_micro_batch(config)
     if wrong := [rank for rank in ranks if not 0 <= rank < actor.ranks]:
         raise ValueError(f"plan: --run-shapes names rank {wrong[0]}, expected 0 to {actor.ranks - 1}")
-    if model.vision:
-        raise ValueError(
-            f"plan: --run-shapes runs text models alone, and {model.folder!r} has a vision tower; leave it out"
-        )
     each = max(1, micro.slots // count_row_slots(config))
     micro_batches = min(actor.pp, -(-count_share(config) // each))
     routes = ("balanced", "worst") if model.experts and actor.ep > 1 else ("balanced",)
@@ -143,6 +141,14 @@ def _describe_calls(case: RankCase, count: RankCount) -> list[str]:
 
 
 def plan_rank(case: RankCase, config: "Config") -> RankMemory:
-    """Plan the memory of the actor on a rank."""
+    """Plan the memory of the actor on a rank, by the routes of the case."""
     place, kernels = case.rank % case.stage_ranks, get_platform(case.platform).kernel_memory
-    return compute_rank_memory(case.model, case.config, case.stage, place, plan_micro_batch(config), kernels)
+    return compute_rank_memory(case.model, case.config, case.stage, place, plan_case(case, config), kernels)
+
+
+def plan_case(case: RankCase, config: "Config") -> MicroBatch:
+    """Plan the largest micro-batch of a run, with the routes of the case."""
+    micro, experts = plan_micro_batch(config), case.model.experts
+    return (
+        replace(micro, routed=count_worst_routes(experts, case.config)) if case.routes == "worst" and experts else micro
+    )

@@ -1,7 +1,7 @@
 """Measure CPU-seconds of steps beside their forecast, fit the machine "cpu", and try the changes that a forecast names.
 
-    python scripts/forecast.py [--cases small medium ...] [--steps 6] [--json FILE]
-    python scripts/forecast.py --measured FILE
+    python -m scripts.forecast.fit [--cases small medium ...] [--steps 6] [--json FILE]
+    python -m scripts.forecast.fit --measured FILE
 
 Each case is a run of the real engines. The first two fit the machine; the others, which differ in sizes, in shared
 prompts, in TP2, PP2 and staleness 1, are forecast with what was fitted. CPU-seconds are medians over the steps but the
@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from bench.timing import make_parser, write_figures
 
 from hardware.platforms import DEFAULT_PLATFORM
+from scripts.bench.timing import make_parser, write_figures
+from scripts.forecast.probes import probe_layer, probe_link, probe_products
 
 
 @dataclass(frozen=True)
@@ -158,61 +159,11 @@ def measure(folder: Path, case: Case) -> dict[str, float]:
     return found | {"step": sum(found[role] for role in ROLES)}
 
 
-def probe_products() -> float:
-    """Measure the FLOP/s of a product as wide as a layer, on one core."""
-    import torch
-
-    torch.set_num_threads(1)
-    left, right, fastest = torch.randn(2048, 512), torch.randn(512, 1536), float("inf")
-    for _ in range(20):
-        start = time.process_time()
-        left @ right
-        fastest = min(fastest, time.process_time() - start)
-    return 2 * 2048 * 512 * 1536 / fastest
-
-
-def _call_gloo(rank: int, port: int, found: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    seconds = []
-    for numbers in (2**10, 2**18):
-        whole, part, rounds = torch.ones(2 * numbers), torch.ones(numbers), 40
-        start = time.process_time()
-        for _ in range(rounds):
-            dist.all_gather_into_tensor(whole, part)
-            dist.reduce_scatter_tensor(part, whole)
-        seconds.append((time.process_time() - start) / rounds / 2)
-    if rank == 0:
-        found.put((seconds[0], 4 * (2**18 - 2**10) / (seconds[1] - seconds[0])))
-
-
-def probe_link() -> tuple[float, float]:
-    """Measure gloo between two processes: a rank's CPU-seconds of a call, and its bytes in a CPU-second."""
-    import socket
-
-    from torch.multiprocessing import get_context
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = get_context("spawn")
-    found = context.SimpleQueue()
-    ranks = [context.Process(target=_call_gloo, args=(rank, port, found)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return found.get()
-
-
 def fit(rows: dict[str, dict[str, float]], folder: Path):
     """Fit the machine "cpu" to the probes and to the first two cases.
 
-    Two unknowns of the update and two of the rollout follow from the two cases; what is left of each process's step is
-    a constant.
+    An unknown of the update and two of the rollout follow from the two cases; what is left of each process's step is a
+    constant.
     """
     from hardware.machines import MACHINES
     from rlworker.checks.plan.forecast import forecast_step
@@ -220,6 +171,8 @@ def fit(rows: dict[str, dict[str, float]], folder: Path):
     machine = replace(
         MACHINES[DEFAULT_PLATFORM],
         products=dict.fromkeys(("float32", "bfloat16"), rows["probe"]["products"]),
+        product_share=1.0,
+        layer=rows["probe"]["layer"],
         call=rows["probe"]["call"],
         link=rows["probe"]["link"],
         network=rows["probe"]["link"],
@@ -233,7 +186,9 @@ def fit(rows: dict[str, dict[str, float]], folder: Path):
         return [sum(step.phases[phase] for phase in phases) for step in steps]
 
     def solve(phases: tuple[str, ...], key: str, names: dict[str, tuple[float, float]]) -> None:
-        """Solve for two numbers of the machine; the phases' seconds are linear in each, or in its inverse.
+        """Solve for numbers of the machine, by the least squares of what the phases are off by, as a part of each.
+
+        The phases' seconds are linear in each number, or in its inverse.
 
         Args:
             names: field of the machine -> its value where it costs nothing, and another.
@@ -246,7 +201,8 @@ def fit(rows: dict[str, dict[str, float]], folder: Path):
             for name, (_, unit) in names.items()
         ]
         targets = [row[key] - before for row, before in zip(measured, none, strict=True)]
-        values = np.linalg.solve(np.array(columns).T, targets)
+        whole = np.array([row[key] for row in measured])
+        values = np.linalg.lstsq((np.array(columns) / whole).T, np.array(targets) / whole)[0]
         found = {
             name: unit * value if nothing == 0 else unit / value
             for (name, (nothing, unit)), value in zip(names.items(), values.tolist(), strict=True)
@@ -254,8 +210,7 @@ def fit(rows: dict[str, dict[str, float]], folder: Path):
         print(f"{key}: {found}")
         machine = replace(machine, **found)
 
-    rate = float("inf")
-    solve(("update",), "trainers update", {"product_share": (rate, 1.0), "memory": (rate, 1e9)})
+    solve(("update",), "trainers update", {"memory": (float("inf"), 1e9)})
     solve(("prefill", "decode"), "rollout rollout", {"engine_layer": (0.0, 1.0), "engine_token": (0.0, 1.0)})
     sizes = [4 * config_models[1]["actor"].count_weights() for config_models in runs.values()]
     sync = [(row["trainers sync"] + row["rollout sync"]) / 2 for row in measured]
@@ -331,7 +286,9 @@ def main() -> None:
     else:
         os.environ["HF_HUB_OFFLINE"] = "1"
         call, link = probe_link()
-        rows = [{"case": "probe", "products": probe_products(), "call": call, "link": link}]
+        probed = {"products": probe_products(), "layer": probe_layer(), "call": call, "link": link}
+        rows: list[dict[str, Any]] = [{"case": "probe"} | probed]
+        print(probed, flush=True)
         from rlworker.cluster.ray import running_ray
         from rlworker.cluster.worker_pool import keeping_workers
 

@@ -1,0 +1,85 @@
+"""Images in shapes: patches have no numbers; grids of patches and places of tokens stay on the host, with theirs."""
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from engines.batch.batch import TrainBatch
+from engines.batch.samples import Image
+from engines.images.columns import make_image_columns
+from engines.megatron.layout import Layout
+from engines.models.vision_spec import VisionSpec
+from hardware.shapes.device import ShapeMode
+
+_SAMPLED = 8
+"""This part of a sequence is sampled; the rest is one image, its two marks and a token of text."""
+
+
+def find_grid(vision: VisionSpec, length: int) -> tuple[int, int, int]:
+    """Find the grid of patches of the largest image that leaves a part of ``length`` tokens to be sampled.
+
+    Raises:
+        ValueError: the model's images all have one size, which is larger.
+    """
+    most = length - length // _SAMPLED - 3
+    rows = vision.side // vision.merge if vision.side else math.isqrt(max(1, most))
+    columns = rows if vision.side else max(1, most // rows)
+    if rows * columns > most:
+        raise ValueError(
+            f"plan: --run-shapes has sequences of {length} tokens, whose image takes {rows * columns} of at most "
+            f"{most}; raise --data.max-prompt-tokens"
+        )
+    return 1, rows * vision.merge, columns * vision.merge
+
+
+def make_image_batch(vision: VisionSpec, length: int, count: int) -> TrainBatch:
+    """Make ``count`` sequences of ``length`` tokens with an image each; no two have the same."""
+    grid = find_grid(vision, length)
+    shown = [Image(str(number), str(number), (0, 0), grid, f"sequence {number}") for number in range(count)]
+    text = next(token for token in range(length) if token not in vision.banned_tokens)
+    image = [vision.start_token, *[vision.image_token] * shown[0].tokens(vision.merge), vision.end_token]
+    prompt = [text, *image]
+    sequences = [prompt + [text] * (length - len(prompt))] * count
+    columns = make_image_columns(sequences, [(each,) for each in shown], vision)
+    return TrainBatch.from_ids(sequences, [len(prompt)] * count, **columns)
+
+
+def tell_images(vision: VisionSpec, mode: ShapeMode) -> None:
+    """Let the first stage see images that are not there."""
+    from engines.megatron.vision import embedding
+
+    module: Any = embedding
+    layouts: Any = Layout
+    add_tower, copy, find, build = module.add_tower, module.to_device, module.Vision._places, Layout.build
+    on_host: dict[int, tuple[Layout, Layout]] = {}  # each layout, which keeps its id alive, and the same on the host
+
+    def make_patches(images: Sequence[Image]) -> Tensor:
+        with mode.on_host:
+            if side := (vision.side or 0) * vision.patch:
+                return torch.empty(sum(image.grid[0] for image in images), vision.channels, side, side)
+            return torch.empty(sum(image.patches for image in images), vision.patch_size)
+
+    def build_twice(*sizes: Any, **settings: Any) -> Layout:
+        layout = build(*sizes, **settings)
+        on_host[id(layout)] = layout, build(*sizes, **{key: settings[key] for key in settings if key != "device"})
+        return layout
+
+    def find_places(self: Any, rows: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+        return tuple(each.to(mode.device) for each in find(self, rows, on_host[id(layout)][1]))
+
+    def add_told(module: Any, vision: VisionSpec) -> None:
+        add_tower(module, vision)
+        for part in module.vision.modules():
+            if hasattr(part, "inv_freq"):  # its positions come from the grids
+                part.register_forward_pre_hook(
+                    lambda _, inputs: tree_map_only(Tensor, lambda each: each.to(mode.device), inputs)
+                )
+
+    module.add_tower, module.Vision._places, layouts.build = add_told, find_places, build_twice
+    module.to_device = lambda values, device: values if values.dtype == torch.long else copy(values, device)
+    module.ImageProcessor = lambda *_: SimpleNamespace(patches=make_patches)
