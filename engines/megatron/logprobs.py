@@ -3,8 +3,8 @@ without holding the logits of all tokens at once.
 
 The output projection belongs to it: logits are made for some tokens at a time, over this rank's columns of the
 vocabulary, and made again for the backward pass, which turns their gradient into those of hidden states and weight
-before it makes the next. Logits of a single chunk of tokens are kept instead. Of a weight that is frozen neither is
-needed: the derivative of each logprob by its hidden state is a vector, which the forward pass has at once.
+before it makes the next. Logits of a single chunk of tokens are kept instead. A frozen weight needs no logits in the
+backward pass: the derivative of each logprob by its hidden state is a vector, which the forward pass computes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,9 +34,9 @@ class _VocabParallelHead(torch.autograd.Function):
     other ids O together, ``d log p(O) / dz = p / p(O) - p`` in O and ``-p`` elsewhere. Each rank's gradient of the
     hidden states is that of its own columns; the backward of their gather sums the ranks.
 
-    With ``frozen``, for a weight W that takes no gradient and no ``top_ids``, the forward pass computes
-    ``d logprob / d hidden = (1 - p(target)) W[target] - sum over other ids of p W`` beside the logits. Where a loss
-    takes a gradient of the entropy too, the logits are made again.
+    ``frozen`` means that the weight W takes no gradient and that ``top_ids`` is None. The forward pass then computes
+    ``d logprob / d hidden = (1 - p(target)) W[target] - sum over other ids of p W``, ``[n, h]``, beside the logits.
+    A loss that takes a gradient of the entropy has the logits made again.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _VocabParallelHead(torch.autograd.Function):
         highest_local, total, moment, others = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         logit = hidden.new_empty(ids.shape, dtype=torch.float32)  # z of the ids
         derivative = torch.empty_like(hidden if frozen else hidden[:0])
-        apart = slice(0, 1) if frozen else slice(1, None)  # the ids that are none of the others
+        excluded = slice(0, 1) if frozen else slice(1, None)  # the ids that ``others`` leaves out
         ctx.kept = []
         ctx.set_materialize_grads(False)
         for rows in _cut_chunks(len(hidden), len(weight), at_once):
@@ -62,7 +62,7 @@ class _VocabParallelHead(torch.autograd.Function):
             total[rows] = exp.sum(-1)
             moment[rows] = torch.linalg.vecdot(exp, shifted)
             if frozen or top_ids is not None:
-                _take_out(exp, column[apart, rows].T, local[apart, rows].T)
+                _take_out(exp, column[excluded, rows].T, local[excluded, rows].T)
                 others[rows] = exp.sum(-1)
             if frozen:
                 derivative[rows] = exp.to(weight.dtype) @ weight
@@ -89,7 +89,8 @@ class _VocabParallelHead(torch.autograd.Function):
         hidden, weight, local, column, log_sum, entropy, top, support, derivative = ctx.saved_tensors
         d_logprob = torch.zeros_like(entropy) if d_logprob is None else d_logprob
         if len(derivative) and d_entropy is None:
-            return (derivative * (d_logprob * ctx.scale)[:, None]).to(hidden.dtype), *[None] * 11
+            d_hidden = torch.mul(derivative, (d_logprob * ctx.scale)[:, None], out=torch.empty_like(derivative))
+            return d_hidden, *[None] * 11
         d_ids, p_weight, top_p_weight = _weigh_probabilities(d_logprob, d_entropy, d_top, entropy, top)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

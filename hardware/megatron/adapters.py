@@ -74,7 +74,7 @@ class LinearAdapter(torch.nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute ``y + s B A x`` of the layer's input ``x`` ``[s, b, in]`` and its output ``y`` ``[s, b, out]``.
 
-        ``y`` may be changed in place.
+        ``y`` is changed in place.
         """
         rebuild, source = getattr(x, _REBUILD, (None, x))
         x = _Down.apply(x, self.a, source, rebuild)
@@ -153,13 +153,13 @@ class _Down(torch.autograd.Function):
 
 
 class _Up(torch.autograd.Function):
-    """Adds ``s B x`` to an output, in place where it is no view. Gradients go on in the order of their axes."""
+    """Adds ``s B x`` to an output in place. Gradients go on in the order of their axes."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, b: Tensor, scale: float, is_own: bool) -> Tensor:
         ctx.save_for_backward(x, b)
         ctx.scale = scale
-        # A view may not be marked as changed. No operator before it has kept the layer's output for its backward pass.
+        # ``mark_dirty`` refuses views, so a view is changed through ``detach``. No earlier node needs the old output.
         sum_ = y if is_own else y.detach()
         sum_.view(-1, y.shape[-1]).addmm_(x.flatten(0, -2), b.T, alpha=scale)
         if is_own:

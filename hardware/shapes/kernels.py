@@ -31,25 +31,34 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None):
-        output, lse, *further, _ = _aten._scaled_dot_product_flash_attention(
+        output, lse, *settings, _ = _aten._scaled_dot_product_flash_attention(
             query, key, value, is_causal=is_causal, scale=scale
         )
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.further, ctx.is_causal, ctx.scale = further, is_causal, scale
+        ctx.settings, ctx.is_causal, ctx.scale = settings, is_causal, scale
         return output
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        bounds, (query_bounds, key_bounds, *longest, seed, offset) = ctx.saved_tensors, ctx.further
+        query_bounds, key_bounds, *longest, seed, offset = ctx.settings
         found = _aten._scaled_dot_product_flash_attention_backward(
-            gradients[0], *bounds, query_bounds, key_bounds, *longest, 0.0, ctx.is_causal, seed, offset, scale=ctx.scale
+            gradients[0],
+            *ctx.saved_tensors,
+            query_bounds,
+            key_bounds,
+            *longest,
+            0.0,
+            ctx.is_causal,
+            seed,
+            offset,
+            scale=ctx.scale,
         )
         return *found, None, None
 
 
 def fuse_kernels(has_norms: bool) -> torch.library.Library:
-    """Make one operator of each kernel that torch has on every device, for as long as the library is kept: of attention
-    in bfloat16 without a mask and, with ``has_norms``, of ``rms_norm``."""
+    """Register attention in bfloat16 without a mask and, with ``has_norms``, ``rms_norm`` as single operators of the
+    device, for as long as the library is kept."""
     library = torch.library.Library("aten", "IMPL")
 
     def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None):

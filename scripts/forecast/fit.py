@@ -162,7 +162,7 @@ def measure(folder: Path, case: Case) -> dict[str, float]:
 def fit(rows: dict[str, dict[str, float]], folder: Path):
     """Fit the machine "cpu" to the probes and to the first two cases.
 
-    An unknown of the update and two of the rollout follow from the two cases; what is left of each process's step is a
+    A field of the update and two of the rollout are fitted to the two cases; what is left of each process's step is a
     constant.
     """
     from hardware.machines import MACHINES
@@ -186,7 +186,7 @@ def fit(rows: dict[str, dict[str, float]], folder: Path):
         return [sum(step.phases[phase] for phase in phases) for step in steps]
 
     def solve(phases: tuple[str, ...], key: str, names: dict[str, tuple[float, float]]) -> None:
-        """Solve for numbers of the machine, by the least squares of what the phases are off by, as a part of each.
+        """Fit fields of the machine by the least squares of relative errors.
 
         The phases' seconds are linear in each number, or in its inverse.
 

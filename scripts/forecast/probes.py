@@ -56,6 +56,8 @@ def probe_layer() -> float:
         process = context.Process(target=_time_layers, args=(name, found))
         process.start()
         process.join()
+    if process.exitcode:
+        raise SystemExit(f"forecast: the probe of a layer ended with exit code {process.exitcode}; its error is above")
     return found.get()
 
 

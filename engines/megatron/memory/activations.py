@@ -11,7 +11,7 @@ from hardware.platform import KernelMemory
 
 FP32 = 4
 FROZEN_PARTS = 8
-"""A frozen head makes at once this part of the logits that another does: no gradient of a weight is added by chunk."""
+"""A frozen head makes so many times fewer logits at once: small chunks add no gradient of a weight."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,7 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
             kept += count * layer.whole
     if stage == config.pp - 1:
         loss = model.hidden * (size + kernels.count_norm_input_bytes(size) / config.tp) * slots
+        loss += model.hidden * size * slots * bool(config.lora.rank)  # derivatives of logprobs
     return Kept(kept * (config.pp - stage), again, loss)
 
 
@@ -273,8 +274,9 @@ def estimate_activations(
     if is_last and model.head == "language":
         logits = min(slots * model.vocab / tp, kernels.head_logits)
         head = 3 * FP32 * logits  # forward: logits, less the largest, and exp of that
-        if config.lora.rank:
-            head = 3 * FP32 * min(logits, kernels.head_logits / FROZEN_PARTS)
+        if config.lora.rank:  # beside a chunk's the gradient of hidden states, or forward the targets' weights
+            head = (3 * FP32 + (size if size < FP32 else 0)) * min(logits, kernels.head_logits / FROZEN_PARTS)
+            head += model.hidden * size * slots * trainable
         elif trainable:  # backward: logarithms and gradient, then in the weight's type; the weight's gradient, twice
             gradients = 2 * FP32 + (size if size < FP32 else 0)
             head = max(head, gradients * logits + (FP32 + size) * model.vocab * model.hidden / tp)

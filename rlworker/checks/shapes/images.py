@@ -1,7 +1,8 @@
-"""Images in shapes: patches have no numbers; grids of patches and places of tokens stay on the host, with theirs."""
+"""Images in shapes: patches have no numbers; grids of patches and places of image tokens do, and stay on the host."""
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,14 @@ from engines.models.vision_spec import VisionSpec
 from hardware.shapes.device import ShapeMode
 
 _SAMPLED = 8
-"""This part of a sequence is sampled; the rest is one image, its two marks and a token of text."""
+"""At least one token of so many is sampled; all others are of an image, but for its two marks and a token of text."""
 
 
 def find_grid(vision: VisionSpec, length: int) -> tuple[int, int, int]:
     """Find the grid of patches of the largest image that leaves a part of ``length`` tokens to be sampled.
 
     Raises:
-        ValueError: the model's images all have one size, which is larger.
+        ValueError: no image is that small: the model's images all have one size, or the sequences are too short.
     """
     most = length - length // _SAMPLED - 3
     rows = vision.side // vision.merge if vision.side else math.isqrt(max(1, most))
@@ -37,20 +38,20 @@ def find_grid(vision: VisionSpec, length: int) -> tuple[int, int, int]:
     return 1, rows * vision.merge, columns * vision.merge
 
 
-def make_image_batch(vision: VisionSpec, length: int, count: int) -> TrainBatch:
-    """Make ``count`` sequences of ``length`` tokens with an image each; no two have the same."""
+def make_image_batch(vision: VisionSpec, length: int, rows: int) -> TrainBatch:
+    """Make ``rows`` sequences of ``length`` tokens with an image each; no two have the same."""
     grid = find_grid(vision, length)
-    shown = [Image(str(number), str(number), (0, 0), grid, f"sequence {number}") for number in range(count)]
-    text = next(token for token in range(length) if token not in vision.banned_tokens)
+    shown = [Image(str(number), str(number), (0, 0), grid, f"sequence {number}") for number in range(rows)]
+    text = next(token for token in count() if token not in vision.banned_tokens)
     image = [vision.start_token, *[vision.image_token] * shown[0].tokens(vision.merge), vision.end_token]
     prompt = [text, *image]
-    sequences = [prompt + [text] * (length - len(prompt))] * count
+    sequences = [prompt + [text] * (length - len(prompt))] * rows
     columns = make_image_columns(sequences, [(each,) for each in shown], vision)
-    return TrainBatch.from_ids(sequences, [len(prompt)] * count, **columns)
+    return TrainBatch.from_ids(sequences, [len(prompt)] * rows, **columns)
 
 
-def tell_images(vision: VisionSpec, mode: ShapeMode) -> None:
-    """Let the first stage see images that are not there."""
+def replace_images(vision: VisionSpec, mode: ShapeMode) -> None:
+    """Replace image files by patches without numbers, and keep grids and places of image tokens on the host."""
     from engines.megatron.vision import embedding
 
     module: Any = embedding
@@ -72,14 +73,14 @@ def tell_images(vision: VisionSpec, mode: ShapeMode) -> None:
     def find_places(self: Any, rows: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         return tuple(each.to(mode.device) for each in find(self, rows, on_host[id(layout)][1]))
 
-    def add_told(module: Any, vision: VisionSpec) -> None:
-        add_tower(module, vision)
-        for part in module.vision.modules():
+    def add_and_move_positions(model: Any, vision: VisionSpec) -> None:
+        add_tower(model, vision)
+        for part in model.vision.modules():
             if hasattr(part, "inv_freq"):  # its positions come from the grids
                 part.register_forward_pre_hook(
                     lambda _, inputs: tree_map_only(Tensor, lambda each: each.to(mode.device), inputs)
                 )
 
-    module.add_tower, module.Vision._places, layouts.build = add_told, find_places, build_twice
+    module.add_tower, module.Vision._places, layouts.build = add_and_move_positions, find_places, build_twice
     module.to_device = lambda values, device: values if values.dtype == torch.long else copy(values, device)
     module.ImageProcessor = lambda *_: SimpleNamespace(patches=make_patches)

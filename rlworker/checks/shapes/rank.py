@@ -32,7 +32,7 @@ def run_rank(case: RankCase) -> RankCount:
     from engines.megatron import engine as engines
     from engines.megatron.groups import init_distributed
     from rlworker.checks.shapes.exchange import tell_experts, tell_objects, tell_stages
-    from rlworker.checks.shapes.images import tell_images
+    from rlworker.checks.shapes.images import replace_images
 
     mode, count, store = ShapeMode(device, platform.kernel_memory), RankCount(), HashStore()
     tell_objects(case, device)
@@ -40,7 +40,7 @@ def run_rank(case: RankCase) -> RankCount:
     if case.model.experts:
         tell_experts(case, mode)
     if case.model.vision:
-        tell_images(case.model.vision, mode)
+        replace_images(case.model.vision, mode)
     _replace_files(engines, case.model, mode)
     for rank in range(case.config.ranks):
         store.set(f"rank {rank}", "here")
@@ -116,7 +116,7 @@ class _ConfigFolder:
 
 
 def make_shard(case: RankCase, replica: int) -> Shard:
-    """Make a replica's micro-batches of equal sequences: of text three quarters are sampled, with an image less."""
+    """Make a replica's micro-batches of equal sequences: three quarters are sampled, beside an image an eighth."""
     rows, prompt = case.sequences * case.micro_batches, max(1, case.length // 4)
     if case.model.vision:
         from rlworker.checks.shapes.images import make_image_batch

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     Config = RunConfig | SftConfig
 
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
+_SEEING = ("qwen2_vl", "qwen2_5_vl")
+"""Families with a vision tower that was run in shapes."""
 _EVIDENCE = (
     "Shape-executed: the engine's own code on a device that is not there. Counted are the peak of an optimizer step "
     "and the static bytes after it; micro-batches are full, of samples of the longest, and none shares its prompt."
@@ -41,11 +43,16 @@ def list_cases(config: "Config", model: ModelSpec, ranks: Sequence[int]) -> list
     """List the ranks to run; with experts on several ranks each runs with balanced and with the worst routes.
 
     Raises:
-        ValueError: a rank is none of the run's, or shapes were not run for the model.
+        ValueError: a rank is none of the run's, or the model's tower was not run in shapes.
     """
     actor, micro = config.actor, plan_micro_batch(config)
     if wrong := [rank for rank in ranks if not 0 <= rank < actor.ranks]:
         raise ValueError(f"plan: --run-shapes names rank {wrong[0]}, expected 0 to {actor.ranks - 1}")
+    if model.vision and (family := model.family.model_type) not in _SEEING:
+        raise ValueError(
+            f"plan: --run-shapes runs the towers of {' and '.join(_SEEING)}, and {model.folder!r} is a {family}; leave "
+            "it out"
+        )
     each = max(1, micro.slots // count_row_slots(config))
     micro_batches = min(actor.pp, -(-count_share(config) // each))
     routes = ("balanced", "worst") if model.experts and actor.ep > 1 else ("balanced",)
@@ -114,7 +121,10 @@ def describe_counts(
             "Attention in float32 has no fused kernel in shapes, so that its activations are counted too large."
         )
     if large:
-        lines.append(f"Does not fit into {memory_gb:g} GB in shapes: {'; '.join(large)}")
+        lines.append(
+            f"Does not fit into {memory_gb:g} GB in shapes: {'; '.join(large)}; raise --actor.tp, --actor.pp or, with "
+            "experts, --actor.ep, lower --actor.micro-batch-tokens, or take --actor.recompute full"
+        )
     exported = max(counts, key=lambda count: count.exported)
     if exported.exported:
         lines.append(
