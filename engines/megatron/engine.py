@@ -258,8 +258,9 @@ class MegatronEngine:
             None if column is None else layout.gather_tokens(column)
             for column in (micro.support, micro.rollout_top_ids)
         )
+        hidden = layout.gather_slots(hidden.transpose(0, 1))  # that of all slots is freed
         scores = score_tokens(
-            layout.gather_slots(hidden.transpose(0, 1)),
+            hidden,
             module.output_weight,
             layout.gather_tokens(micro.targets),
             temperature=self.temperature,
