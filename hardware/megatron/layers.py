@@ -73,7 +73,7 @@ class NormedAdd(torch.nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates in a single new tensor, where autograd's own operators make five, forward and backward."""
+    """Rotates with one new tensor and halves of it, where autograd's own operators make five, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     With ``sign`` -1 and the halves of ``sin`` exchanged it is the transposed product, which gradients take.
     """
     half, turned = x.shape[-1] // 2, x * cos
-    turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
-    turned[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    turned[..., :half].add_(x[..., half:] * sin[..., :half], alpha=-sign)  # products are rounded, as transformers' are
+    turned[..., half:].add_(x[..., :half] * sin[..., half:], alpha=sign)
     return turned
 
 
