@@ -25,17 +25,16 @@ def find_grid(vision: VisionSpec, length: int) -> tuple[int, int, int]:
     """Find the grid of patches of the largest image that leaves a part of ``length`` tokens to be sampled.
 
     Raises:
-        ValueError: no image is that small: the model's images all have one size, or the sequences are too short.
+        ValueError: the sequences have no room for an image.
     """
     most = length - length // _SAMPLED - 3
-    rows = vision.side // vision.merge if vision.side else math.isqrt(max(1, most))
-    columns = rows if vision.side else max(1, most // rows)
-    if rows * columns > most:
+    if most < 1:
         raise ValueError(
-            f"plan: --run-shapes has sequences of {length} tokens, whose image takes {rows * columns} of at most "
-            f"{most}; raise --data.max-prompt-tokens"
+            f"plan: --run-shapes has sequences of {length} tokens, expected at least 4 for an image; raise "
+            "--data.max-prompt-tokens"
         )
-    return 1, rows * vision.merge, columns * vision.merge
+    rows = math.isqrt(most)
+    return 1, rows * vision.merge, most // rows * vision.merge
 
 
 def make_image_batch(vision: VisionSpec, length: int, rows: int) -> TrainBatch:
@@ -61,8 +60,6 @@ def replace_images(vision: VisionSpec, mode: ShapeMode) -> None:
 
     def make_patches(images: Sequence[Image]) -> Tensor:
         with mode.on_host:
-            if side := (vision.side or 0) * vision.patch:
-                return torch.empty(sum(image.grid[0] for image in images), vision.channels, side, side)
             return torch.empty(sum(image.patches for image in images), vision.patch_size)
 
     def build_twice(*sizes: Any, **settings: Any) -> Layout:

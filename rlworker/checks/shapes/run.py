@@ -159,6 +159,6 @@ def plan_rank(case: RankCase, config: "Config") -> RankMemory:
 def plan_case(case: RankCase, config: "Config") -> MicroBatch:
     """Plan the largest micro-batch of a run, with the routes of the case."""
     micro, experts = plan_micro_batch(config), case.model.experts
-    return (
-        replace(micro, routed=count_worst_routes(experts, case.config)) if case.routes == "worst" and experts else micro
-    )
+    if case.routes == "worst" and experts:
+        micro = replace(micro, routed=count_worst_routes(experts, case.config))
+    return micro
