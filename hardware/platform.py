@@ -54,7 +54,8 @@ class KernelMemory:
             without a buffer.
         slots_per_sequence: further slots of each sequence in that buffer.
         head_logits: logits that the output layer makes at once. Each chunk of tokens adds a gradient of the whole
-            weight, which costs an accelerator more than the products of a small chunk.
+            weight, which costs an accelerator more than the products of a small chunk. frozen_logits: the same where
+            the weight is frozen: small chunks then add nothing but their calls.
     """
 
     fuses_norms: bool = False
@@ -65,6 +66,7 @@ class KernelMemory:
     query_gradient_bytes: int = 0
     slots_per_sequence: int = 0
     head_logits: int = 2**25
+    frozen_logits: int = 2**22
 
     def count_norm_input_bytes(self, itemsize: int) -> int:
         """Count the bytes that a norm keeps for each number of its input.

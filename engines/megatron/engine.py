@@ -27,7 +27,6 @@ from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
-from engines.megatron.memory.activations import FROZEN_PARTS
 from engines.megatron.memory.offload import OffloadedWeights, OffloadManager
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config, choose_learning
 from engines.megatron.optimizer import build_optimizer
@@ -259,6 +258,7 @@ class MegatronEngine:
             for column in (micro.support, micro.rollout_top_ids)
         )
         hidden = layout.gather_slots(hidden.transpose(0, 1))  # that of all slots is freed
+        kernels = self.platform.kernel_memory
         scores = score_tokens(
             hidden,
             module.output_weight,
@@ -268,7 +268,7 @@ class MegatronEngine:
             support=support,
             top_ids=top_ids,
             banned=self.banned,
-            at_once=self.platform.kernel_memory.head_logits // (FROZEN_PARTS if self.adapters else 1),
+            at_once=kernels.frozen_logits if self.adapters else kernels.head_logits,
             group=mpu.get_tensor_model_parallel_group(),
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.

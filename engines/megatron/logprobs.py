@@ -57,17 +57,17 @@ class _VocabParallelHead(torch.autograd.Function):
             _keep_support(logits, support, rows, first_id)
             logit[:, rows] = logits.gather(-1, column[:, rows].T).T
             highest_local[rows] = logits.amax(dim=-1)
-            shifted = logits - highest_local[rows, None]
+            shifted = (logits.sub if keep else logits.sub_)(highest_local[rows, None])
             exp = shifted.exp()
             total[rows] = exp.sum(-1)
-            moment[rows] = torch.linalg.vecdot(exp, shifted)
+            moment[rows] = shifted.mul_(exp).sum(-1)
             if frozen or top_ids is not None:
                 _take_out(exp, column[excluded, rows].T, local[excluded, rows].T)
                 others[rows] = exp.sum(-1)
             if frozen:
                 derivative[rows] = exp.to(weight.dtype) @ weight
-            elif keep:
-                ctx.kept.append(logits)
+            ctx.kept += [logits] if keep else []
+            del logits, shifted, exp  # before the next chunk's are made
         sums = (total, moment, others) if frozen or top_ids is not None else (total, moment)
         highest, logit, (total, moment, *others) = _sum_over_ranks(highest_local, logit, sums, local, group)
         # Over all columns now: H = -sum p log p with log p = (z - max) - log_total, and p summing to 1.
@@ -120,6 +120,7 @@ class _VocabParallelHead(torch.autograd.Function):
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
                 _add_product(d_weight, gradient, hidden[rows])
+            del logits, log_softmax, gradient  # before the next chunk's are made
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 10
 
 
@@ -240,8 +241,9 @@ def score_tokens(
     real_weight = weight if first_id + len(weight) <= vocab else weight[: vocab - first_id]
     if keep_logits is None:
         keep_logits = len(hidden) * len(weight) <= at_once
-    keep = keep_logits and torch.is_grad_enabled()
-    frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad and top_ids is None
+    learns = torch.is_grad_enabled()
+    frozen = learns and hidden.requires_grad and not weight.requires_grad and top_ids is None
+    keep = keep_logits and learns and not frozen
     banned_columns = [token - first_id for token in banned if first_id <= token < first_id + len(real_weight)]
     further = None if top_ids is None else top_ids.T.long()
     settings = 1 / temperature, first_id, banned_columns, keep, frozen, at_once, group

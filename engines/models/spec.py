@@ -282,14 +282,17 @@ class ModelSpec(DecoderSizes):
         """Count the elements of the tensors of ``list_hf_names``."""
         return sum(math.prod(self.find_hf_shape(name)) for name in self.list_hf_names())
 
-    def count_training_flops(self, lengths: Sequence[int], computed_tokens: float | None = None) -> float:
+    def count_training_flops(
+        self, lengths: Sequence[int], computed_tokens: float | None = None, frozen: bool = False
+    ) -> float:
         """Count the FLOPs of a forward and a backward pass of the language model over sequences: six for each weight
-        and token, without an embedding that is only looked up; attention's two products as if each of its layers were
-        causal and had no window; and three products of a state with each token. Recomputation and padding are left out
-        (Chowdhery et al., arXiv:2204.02311, B).
+        and token, four for a frozen one, without an embedding that is only looked up; attention's two products as if
+        each of its layers were causal and had no window; and three products of a state with each token. Adapters,
+        recomputation and padding are left out (Chowdhery et al., arXiv:2204.02311, B).
 
         Args:
             lengths: tokens of each sequence. computed_tokens: in all, where sequences share their beginnings.
+            frozen: the weights get no gradients: adapters learn in their place.
         """
         weights = sum(self.count_used_weights())
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
@@ -297,7 +300,8 @@ class ModelSpec(DecoderSizes):
         attending = sum(not kind.options.delta for kind in self.kinds)
         nets = (kind.options.delta for kind in self.kinds if kind.options.delta)
         states = sum(net.key_heads * net.ratio * net.key_dim * net.value_dim for net in nets)  # entries of all layers
-        return 6.0 * (weights + 3 * states) * tokens + 12.0 * attending * self.heads * self.head_dim * pairs
+        weights *= 4.0 if frozen else 6.0
+        return (weights + 18.0 * states) * tokens + 12.0 * attending * self.heads * self.head_dim * pairs
 
     def count_used_weights(self) -> tuple[float, float]:
         """Count the weights of the language model by which a token is multiplied: those of its layers, of experts its

@@ -82,7 +82,12 @@ class CudaPlatform(CudaAttention, Platform):
     can_sleep = True
     # torch's fused rms_norm; flash attention's backward expands dk and dv to all heads and sums dq in fp32.
     kernel_memory = KernelMemory(
-        fuses_norms=True, expands_kv=True, query_gradient_bytes=4, slots_per_sequence=128, head_logits=2**27
+        fuses_norms=True,
+        expands_kv=True,
+        query_gradient_bytes=4,
+        slots_per_sequence=128,
+        head_logits=2**27,
+        frozen_logits=2**26,
     )
     shares_prompts = True
     repeats = False

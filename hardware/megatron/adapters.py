@@ -192,7 +192,8 @@ class _Gate(torch.autograd.Function):
         of_x = torch.empty_like(x)
         of_gate, of_up = of_x.chunk(2, -1)
         torch.mul(gradient, opened.detach(), out=of_up)
-        of_gate.copy_(*torch.autograd.grad(opened, gate, gradient * up))
+        torch.mul(gradient, up, out=of_gate)
+        of_gate.copy_(*torch.autograd.grad(opened, gate, of_gate))
         return of_x, None
 
 

@@ -17,12 +17,11 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from hardware.megatron.shims import Runtime
 from hardware.platform import KernelMemory
 from hardware.shapes.calls import Call, describe_call
-from hardware.shapes.kernels import count_inside, fuse_kernels
+from hardware.shapes.kernels import count_flops, count_inside, fuse_kernels
 from hardware.shapes.live_bytes import LiveBytes
 
 DEVICE_TYPE = "shapes"
@@ -68,7 +67,7 @@ class ShapeMode(TorchDispatchMode):
     Attributes:
         live: bytes on the device. on_host: context in which tensors of the host have no numbers either, such as those
             of a file that is not there. operators: number of operators there.
-        flops: of matrix products, convolutions and attention there, as torch's FlopCounterMode counts them.
+        flops: of matrix products, convolutions and attention there (``count_flops``).
         calls: collectives and messages, in their order.
     """
 
@@ -118,8 +117,7 @@ class ShapeMode(TorchDispatchMode):
         self.operators += 1
         with self.on_host:
             found = operator(*args, **kwargs)
-        if count := flop_registry.get(operator.overloadpacket):
-            self.flops += count(*args, **kwargs, out_val=found)
+        self.flops += count_flops(operator, args, kwargs, found)
         self.live.add(found, count_inside(operator, args, self._memory))
         return found
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from hardware.platform import KernelMemory
 
@@ -57,8 +58,8 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def fuse_kernels(has_norms: bool) -> torch.library.Library:
-    """Register attention in bfloat16 without a mask and, with ``has_norms``, ``rms_norm`` as single operators of the
-    device, for as long as the library is kept."""
+    """Register attention in bfloat16 without a mask, the derivative of SiLU and, with ``has_norms``, ``rms_norm`` as
+    single operators of the device, for as long as the library is kept."""
     library = torch.library.Library("aten", "IMPL")
 
     def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None):
@@ -73,9 +74,24 @@ def fuse_kernels(has_norms: bool) -> torch.library.Library:
         ]
 
     library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
+    library.impl("silu_backward", lambda gradient, x: torch.empty_like(x), "AutogradPrivateUse1")
     if has_norms:
         library.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
     return library
+
+
+def count_flops(operator: Any, args: tuple, kwargs: dict[str, Any], found: Any) -> int:
+    """Count an operator's FLOPs as torch's FlopCounterMode does, and those of products that it leaves out: grouped
+    ones, whose rows on the left are multiplied by a group's matrix each, and those added in place.
+
+    Args:
+        found: outputs of the operator.
+    """
+    if operator.overloadpacket in (_aten._grouped_mm, _aten.addmm_):
+        left, right = args[-2:] if operator.overloadpacket is _aten.addmm_ else args[:2]
+        return 2 * left.numel() * right.shape[-1]
+    count = flop_registry.get(operator.overloadpacket)
+    return count(*args, **kwargs, out_val=found) if count else 0
 
 
 def count_inside(operator: Any, args: tuple, memory: KernelMemory) -> int:

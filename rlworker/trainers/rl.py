@@ -197,7 +197,7 @@ class Trainer(Run[RunConfig]):
             self.check_canary()
             metrics |= step_metrics.measure_memory(self.processes)
         self.steps_done += 1
-        metrics |= step_metrics.measure_flops(self.models, batch, metrics, clock.seconds["time_update"])
+        metrics |= step_metrics.measure_flops(self.models, batch, metrics | clock.seconds, self.config.actor)
         metrics |= step_metrics.list_limits(self.config, self.floor)
         metrics |= step_metrics.measure_batch(batch) | self.manager.measure_ahead(batch, version)
         return step_metrics.complete_step(metrics, version, clock.total()), self.manager.pick(groups)

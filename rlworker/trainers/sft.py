@@ -93,7 +93,7 @@ class SftTrainer(Run[SftConfig]):
         with self._phase(clock, "update"):
             metrics, outputs = self.group.train_step(batch, sft_loss, float(batch.mask.sum()))
             metrics |= step_metrics.measure_memory(self.processes)
-        metrics |= step_metrics.measure_flops({"actor": self.model}, batch, metrics, clock.seconds["time_update"])
+        metrics |= step_metrics.measure_flops({"actor": self.model}, batch, metrics | clock.seconds, config.actor)
         if math.isnan(metrics["grad_norm"]):
             from rlworker.trainers.rejected_step import reject_step
 

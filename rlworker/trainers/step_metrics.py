@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
+from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup
@@ -74,23 +75,25 @@ def list_limits(config: RunConfig, floor: float | None) -> dict[str, float]:
 
 
 def measure_flops(
-    models: Mapping[str, ModelSpec], batch: TrainBatch, metrics: Mapping[str, float], seconds: float
+    models: Mapping[str, ModelSpec], batch: TrainBatch, metrics: Mapping[str, float], actor: MegatronConfig
 ) -> dict[str, float]:
-    """Measure the FLOP/s of an update as ``flops_per_second``: FLOPs of all optimizer steps by ``seconds`` of the
+    """Measure the FLOP/s of an update as ``flops_per_second``: FLOPs of all optimizer steps by the seconds of the
     update.
 
     The result is empty where no engine took an optimizer step.
 
     Args:
         models: role -> description of its model.
-        metrics: metrics of the update, with ``prompt_sharing`` and ``epochs``.
+        metrics: metrics of the update, with ``prompt_sharing``, ``epochs`` and ``time_update``.
+        actor: settings of the engines; where they have adapters, the weights are frozen.
     """
     learners = [models[role] for role, rate in _RATES.items() if rate in metrics]
     if not learners:
         return {}
     computed = batch.num_tokens / metrics["prompt_sharing"]
-    flops = sum(model.count_training_flops(batch.lengths, computed) for model in learners)
-    return {"flops_per_second": metrics.get("epochs", 1) * flops / seconds}
+    frozen = bool(actor.lora.rank)
+    flops = sum(model.count_training_flops(batch.lengths, computed, frozen) for model in learners)
+    return {"flops_per_second": metrics.get("epochs", 1) * flops / metrics["time_update"]}
 
 
 def measure_memory(processes: Iterable[object]) -> dict[str, float]:

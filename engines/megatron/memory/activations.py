@@ -10,8 +10,8 @@ from hardware.megatron.form import DeltaNet, Experts, LayerOptions
 from hardware.platform import KernelMemory
 
 FP32 = 4
-FROZEN_PARTS = 8
-"""A frozen head makes so many times fewer logits at once: small chunks add no gradient of a weight."""
+_GATE = 5
+"""Tensors of the MLP's width that the backward pass of its gate makes, where layers have adapters."""
 
 
 @dataclass(frozen=True)
@@ -265,20 +265,22 @@ def estimate_activations(
     with the buffers of its attention's backward kernel or, where they are more, with the rows of its experts. The
     second, on the last stage, is the logits of one chunk, forward, or backward with their gradient, and the output
     weight's gradient in fp32 and in the weight's type. The first stage adds the vision tower's activations, as if
-    every token were an image's. Gradients between two operators are left out.
+    every token were an image's. Gradients between two operators are left out, except in an MLP with adapters: little
+    else is held there.
     """
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
     head, is_last, dispatched = 0.0, stage == config.pp - 1, 0.0
     if model.experts and any(options.experts for options in list_stage_options(model, config, stage)):
         dispatched = count_dispatched(model.experts, model.hidden, config, micro.routed) * slots / tp
     if is_last and model.head == "language":
-        logits = min(slots * model.vocab / tp, kernels.head_logits)
-        head = 3 * FP32 * logits  # forward: logits, less the largest, and exp of that
+        every = slots * model.vocab / tp
+        logits = min(every, kernels.head_logits)
+        keeps = trainable and every <= kernels.head_logits
+        head = (3 if keeps else 2) * FP32 * logits  # forward: logits less the largest, exp of that, and kept logits
+        gradients = 2 * FP32 + (size if size < FP32 else 0)  # and one of both in the weight's type
         if config.lora.rank:  # beside a chunk's the gradient of hidden states, or forward the targets' weights
-            head = (3 * FP32 + (size if size < FP32 else 0)) * min(logits, kernels.head_logits / FROZEN_PARTS)
-            head += model.hidden * size * slots * trainable
-        elif trainable:  # backward: logarithms and gradient, then in the weight's type; the weight's gradient, twice
-            gradients = 2 * FP32 + (size if size < FP32 else 0)
+            head = gradients * min(every, kernels.frozen_logits) + model.hidden * size * slots * trainable
+        elif trainable:  # backward: logarithms and gradient; the weight's gradient, twice
             head = max(head, gradients * logits + (FP32 + size) * model.vocab * model.hidden / tp)
     tower = 0.0
     if model.vision and stage == 0:
@@ -291,7 +293,11 @@ def estimate_activations(
     sent = 0.0 if is_last else (config.pp - stage) * model.hidden * size * slots / tp  # on to the next stage
     heads = model.heads // tp, model.count_kv_heads(tp)
     kernel = kernels.count_backward_bytes(slots, micro.slots, micro.sequences, *heads, model.head_dim, size)
-    return int(kept.layers + sent + tower + max(kept.again + max(kernel, dispatched), kept.loss + head))
+    gate = 0.0
+    if config.lora.rank and not all(options.experts for options in list_stage_options(model, config, stage)):
+        # The gradients of the MLP's product and of both of its factors, the activation, and its derivative.
+        gate = _GATE * model.ffn * size * slots / tp + (kept.again if config.recompute == "full" else 0.0)
+    return int(kept.layers + sent + tower + max(kept.again + max(kernel, dispatched), gate, kept.loss + head))
 
 
 _MLP_TENSORS = {"silu": 4, "gelu": 2, "gelu_pytorch_tanh": 2, "quick_gelu": 3}

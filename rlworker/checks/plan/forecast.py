@@ -154,7 +154,8 @@ def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Foreca
     staleness = config.rollout.staleness
     step = max(behind, ahead[min(staleness, _MOST_AHEAD) - 1]) if staleness else prefill + decode + behind
     computed = tokens.slots * actor.dp * minis
-    useful = model.count_training_flops([sum(lengths) - 1] * config.samples_per_step, computed) * algorithm.epochs
+    each, adapts = [sum(lengths) - 1] * config.samples_per_step, bool(actor.lora.rank)
+    useful = model.count_training_flops(each, computed, adapts) * algorithm.epochs
     return Forecast(
         phases,
         busy,

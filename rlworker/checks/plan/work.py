@@ -9,16 +9,17 @@ import numpy as np
 
 from engines.batch.beginnings import choose_sharing, group_prompts
 from engines.batch.schedule import plan_schedule
-from engines.config import MegatronConfig
+from engines.config import LoraConfig, MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, count_copied_slots, count_kept, get_itemsize
 from engines.megatron.memory.estimate import list_parameters
+from engines.models.adapters import ExpertAdapter
 from engines.models.spec import ModelSpec
 from hardware.platform import Platform
 
 _FORWARD, _BACKWARD = 2, 4
 """How often a forward and a backward pass move each byte that is kept between them."""
-_LOGIT_PASSES = 10, 20
-"""How often forward and backward passes read or write a logit in fp32."""
+_LOGIT_PASSES = 10, 20, 4
+"""How often forward and backward passes read or write a logit in fp32, and the derivatives of a frozen head."""
 _OPTIMIZER, _GRADIENT = 32, 16
 """Bytes that move for a weight in an optimizer step: of masters and moments where they are held, of gradients."""
 
@@ -107,12 +108,15 @@ def schedule_tokens(
 def count_passes(
     model: ModelSpec, actor: MegatronConfig, platform: Platform, stage: int, tokens: Tokens, learns: bool
 ) -> Work:
-    """Count the forward passes over a mini-batch on a rank of a stage, with backward passes where it learns."""
+    """Count the forward passes over a mini-batch on a rank of a stage, with backward passes where it learns.
+
+    A backward pass multiplies twice by each weight, and once by a frozen one. Products of adapters are left out.
+    """
     kernels, size, cut = platform.kernel_memory, get_itemsize(actor.dtype), actor.tp * actor.cp
     layers, head = model.count_used_weights()
     again = learns and actor.recompute == "full"
-    passes = 1 + again + 2 * learns
-    flops = 2.0 * passes * layers / actor.pp * tokens.slots / cut
+    passes, frozen = 1 + again + 2 * learns, learns and bool(actor.lora.rank)
+    flops = 2.0 * (passes - frozen) * layers / actor.pp * tokens.slots / cut
     attending = sum(not options.delta for options in model.options) / actor.pp
     states = model.delta
     if states:
@@ -121,23 +125,49 @@ def count_passes(
     again_core = learns and actor.recompute != "none"
     pairs = 4.0 * (1 + again_core + 2.5 * learns) * attending * model.heads * model.head_dim * tokens.pairs / cut
     unit = MicroBatch(1000, 1)
-    kept = count_kept(model, replace(actor, recompute="none"), stage, unit, kernels).layers
+    whole = replace(actor, recompute="none", lora=LoraConfig())  # with adapters less is kept, and made again
+    kept = count_kept(model, whole, stage, unit, kernels).layers
     kept *= tokens.slots / unit.slots / (actor.pp - stage)
     moved = kept * (_FORWARD * (1 + again) + _BACKWARD * learns)
-    numbers = sum(parameter.numbers for parameter in list_parameters(model, actor, stage))
-    moved += tokens.micro_batches * numbers * (passes * size + learns * (2 * size + 2 * FP32))
+    inputs, outputs = _count_adapted(model, actor)
+    adapted = (1 + again) * (inputs + 2 * outputs) + learns * (5 * inputs + 2 * outputs)
+    moved += adapted * size * tokens.slots / cut / actor.pp
+    for parameter in list_parameters(model, actor, stage):
+        reads, sums = (passes - frozen) * size, learns * parameter.learns * (2 * size + 2 * FP32)
+        moved += tokens.micro_batches * parameter.numbers * (reads + sums)
     work = Work(flops, pairs, moved, passes * model.layers / actor.pp * tokens.micro_batches)
     if stage == actor.pp - 1 and model.head == "language":
         work += _count_head(head, model, actor, tokens, learns, kernels.head_logits)
-    return work + Work(sent=_count_sent(model, actor, stage, tokens, passes))
+    return work + Work(sent=_count_sent(model, actor, stage, tokens, passes, frozen))
+
+
+def _count_adapted(model: ModelSpec, actor: MegatronConfig) -> tuple[float, float]:
+    """Count the inputs and outputs that a slot has in all layers with adapters.
+
+    A forward pass reads an input, and reads and writes the output that it is added to. A backward pass also makes the
+    input's gradient and adds it to another.
+    """
+    inputs = outputs = 0.0
+    chosen = model.experts.chosen if model.experts else 0
+    for adapter in actor.lora.list_adapters(model):
+        if isinstance(adapter, ExpertAdapter):
+            inputs, outputs = inputs + chosen * adapter.shape[2], outputs + chosen * adapter.shape[1]
+        elif adapter.weight.part != "vision":
+            shapes = list(adapter.weight.tensors.values())
+            inputs, outputs = inputs + shapes[0][1], outputs + sum(shape[0] for shape in shapes)
+    return inputs, outputs
 
 
 def _count_head(
     weights: float, model: ModelSpec, actor: MegatronConfig, tokens: Tokens, learns: bool, at_once: int
 ) -> Work:
-    """Count the output layer: logits of scored tokens, made again where a micro-batch has more than one chunk."""
+    """Count the output layer: logits of scored tokens, made again where a micro-batch has more than one chunk. A frozen
+    one multiplies by its weights twice, both times forward."""
     scored = tokens.scored / actor.cp
     logits = scored * model.vocab / actor.tp
+    if learns and actor.lora.rank:
+        moved = FP32 * logits * (_LOGIT_PASSES[0] + _LOGIT_PASSES[2])
+        return Work(4.0 * weights / actor.tp * scored, 0.0, moved)
     chunks = max(tokens.micro_batches, logits / at_once)
     again = learns and logits / tokens.micro_batches > at_once
     flops = 2.0 * (1 + again + 2 * learns) * weights / actor.tp * scored
@@ -147,14 +177,14 @@ def _count_head(
 
 
 def _count_sent(
-    model: ModelSpec, actor: MegatronConfig, stage: int, tokens: Tokens, passes: int
+    model: ModelSpec, actor: MegatronConfig, stage: int, tokens: Tokens, passes: int, frozen: bool
 ) -> dict[str, tuple[float, float]]:
     """Count bytes and calls of the collectives within a replica."""
     size, layers, micros = get_itemsize(actor.dtype), model.layers / actor.pp, tokens.micro_batches
     hidden, sent = tokens.slots / actor.cp * model.hidden * size, {}
     learns = passes > 1
     if actor.tp > 1:  # around attention and MLP: a gather and a scattered sum each way, and a gather for the weights
-        calls = 4 * passes + (-2 if learns else 0)
+        calls = 4 * (passes - frozen) + (-2 if learns and not frozen else 0)
         sent["tp"] = layers * calls * hidden * (actor.tp - 1) / actor.tp, layers * calls * micros
     if actor.pp > 1:
         ways = (stage > 0) * learns + (stage < actor.pp - 1)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from support.models import write_config
 
-from engines.config import MegatronConfig, VllmConfig
+from engines.config import LoraConfig, MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.machines import MACHINES
 from hardware.platforms import get_platform
 from rlworker.checks.plan.changes import describe_forecast, list_changes
 from rlworker.checks.plan.forecast import compute_seconds, forecast_step
-from rlworker.checks.plan.work import Work, count_forward, count_optimizer, count_passes, schedule_tokens
+from rlworker.checks.plan.work import Tokens, Work, count_forward, count_optimizer, count_passes, schedule_tokens
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
@@ -63,6 +63,9 @@ def test_products_are_those_that_the_model_counts(tmp_path, family):
     again = add_ranks(model, replace(actor, recompute="full"), tokens)
     assert again == pytest.approx(expected + 2 * layers * tokens.slots, rel=1e-3)
     assert expected == pytest.approx(6 * (layers + head) * tokens.slots, rel=1e-3)
+    frozen = add_ranks(model, replace(actor, lora=LoraConfig(rank=8, targets=("attention",))), tokens)
+    assert frozen == pytest.approx(model.count_training_flops([1] * 128 * 320, frozen=True), rel=1e-3)
+    assert frozen == pytest.approx(4 * (layers + head) * tokens.slots, rel=1e-3)
 
 
 def test_a_prompt_is_computed_and_attended_to_once(model):
@@ -95,6 +98,36 @@ def test_updates_beside_those_that_one_h100_took(model):
         tokens = schedule_tokens(model, actor, CUDA, prompt, 64, 8, 16)
         found = compute_seconds(H100, count_passes(model, actor, CUDA, 0, tokens, True), "bfloat16", {})
         assert found == pytest.approx(seconds, rel=0.2)
+
+
+QWEN_3B = {"num_hidden_layers": 36, "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16}
+QWEN_7B = {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+QWEN_7B |= {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
+QWEN3_30B = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144}
+QWEN3_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32}
+QWEN3_30B |= {"num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False, "norm_topk_prob": True}
+ON_A_CARD = [  # rank of adapters, recompute, sequences and micro-batches; seconds of both passes; ours to those
+    ({}, 0, "none", 16, 1, 0.235, 1.14),
+    ({}, 0, "full", 16, 1, 0.269, 1.15),
+    ({}, 16, "none", 16, 1, 0.219, 0.93),
+    (QWEN_3B, 0, "full", 16, 2, 1.913, 1.08),
+    (QWEN_7B, 16, "none", 8, 2, 1.171, 1.02),
+    (QWEN_7B, 16, "full", 16, 2, 3.332, 0.98),
+    (QWEN3_30B, 16, "full", 8, 2, 1.735, 0.72),
+]
+"""Sequences of 1,024 tokens, of which a quarter is not scored (docs/cuda.md). The last has adapters of attention."""
+
+
+@pytest.mark.parametrize("place", range(len(ON_A_CARD)))
+def test_updates_of_real_sizes_beside_one_h100(tmp_path, place):
+    family, rank, recompute, sequences, micros, seconds, ratio = ON_A_CARD[place]
+    model = ModelSpec.from_folder(write_config(tmp_path, QWEN_05B | family))
+    lora = LoraConfig(rank=rank, targets=("attention",) if model.experts else ("attention", "mlp")) if rank else None
+    actor = MegatronConfig(dtype="bfloat16", recompute=recompute, lora=lora or LoraConfig())
+    slots = 1024 * sequences * micros
+    tokens = Tokens(micros, slots, slots * 512, slots * 3 / 4, slots)
+    found = compute_seconds(H100, count_passes(model, actor, CUDA, 0, tokens, True), "bfloat16", {})
+    assert found / seconds == pytest.approx(ratio, abs=0.02)
 
 
 LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from engines.batch.batch import TrainBatch
+from engines.config import LoraConfig, MegatronConfig
 from rlworker.tracking import log as metrics
 from rlworker.tracking.log import RL_LINE, RunLog
 from rlworker.tracking.terminal import log_start, read_process_age
@@ -93,19 +95,21 @@ def test_the_rate_of_an_update_counts_epochs_and_the_models_that_learned():
     from rlworker.trainers.step_metrics import measure_flops
 
     batch = TrainBatch.from_ids([[1, 2, 3, 4], [1, 2, 5]], prompt_lengths=[2, 2])
-    asked = []
+    asked, actor = [], MegatronConfig()
 
-    def count(lengths, computed):
-        asked.append((tuple(lengths), computed))
+    def count(lengths, computed, frozen):
+        asked.append((tuple(lengths), computed, frozen))
         return 100.0
 
     models = {role: SimpleNamespace(count_training_flops=count) for role in ("actor", "critic", "reference")}
     both = {"lr": 1.0, "critic_lr": 1.0, "prompt_sharing": 1.25, "epochs": 3}
-    assert measure_flops(models, batch, both, 2.0) == {"flops_per_second": 3 * 200 / 2}
-    assert asked == [((3, 2), 4.0)] * 2
-    warm_up = {"critic_lr": 1.0, "prompt_sharing": 1.0}
-    assert measure_flops(models, batch, warm_up, 0.5) == {"flops_per_second": 200}
-    assert measure_flops(models, batch, {}, 0.5) == {}
+    assert measure_flops(models, batch, both | {"time_update": 2.0}, actor) == {"flops_per_second": 3 * 200 / 2}
+    assert asked == [((3, 2), 4.0, False)] * 2
+    warm_up = {"critic_lr": 1.0, "prompt_sharing": 1.0, "time_update": 0.5}
+    adapted = replace(actor, lora=LoraConfig(rank=4))
+    assert measure_flops(models, batch, warm_up, adapted) == {"flops_per_second": 200}
+    assert asked[-1] == ((3, 2), 5.0, True)
+    assert measure_flops(models, batch, {"time_update": 0.5}, actor) == {}
 
 
 def test_a_column_that_no_step_has_had_has_no_place(tmp_path, capsys):
