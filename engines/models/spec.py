@@ -300,8 +300,8 @@ class ModelSpec(DecoderSizes):
         attending = sum(not kind.options.delta for kind in self.kinds)
         nets = (kind.options.delta for kind in self.kinds if kind.options.delta)
         states = sum(net.key_heads * net.ratio * net.key_dim * net.value_dim for net in nets)  # entries of all layers
-        weights *= 4.0 if frozen else 6.0
-        return (weights + 18.0 * states) * tokens + 12.0 * attending * self.heads * self.head_dim * pairs
+        each = 4.0 if frozen else 6.0
+        return (each * weights + 18.0 * states) * tokens + 12.0 * attending * self.heads * self.head_dim * pairs
 
     def count_used_weights(self) -> tuple[float, float]:
         """Count the weights of the language model by which a token is multiplied: those of its layers, of experts its

@@ -87,8 +87,9 @@ def count_flops(operator: Any, args: tuple, kwargs: dict[str, Any], found: Any) 
     Args:
         found: outputs of the operator.
     """
-    if operator.overloadpacket in (_aten._grouped_mm, _aten.addmm_):
-        left, right = args[-2:] if operator.overloadpacket is _aten.addmm_ else args[:2]
+    place = {_aten._grouped_mm: 0, _aten.addmm_: 1}.get(operator.overloadpacket)  # of the left factor
+    if place is not None:
+        left, right = args[place : place + 2]
         return 2 * left.numel() * right.shape[-1]
     count = flop_registry.get(operator.overloadpacket)
     return count(*args, **kwargs, out_val=found) if count else 0

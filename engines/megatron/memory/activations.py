@@ -11,7 +11,8 @@ from hardware.platform import KernelMemory
 
 FP32 = 4
 _GATE = 5
-"""Tensors of the MLP's width that the backward pass of its gate makes, where layers have adapters."""
+"""Tensors of the MLP's width that are held beside its kept ones in the backward pass of its gate, where layers have
+adapters: the gradients of its output, of both factors and of the activation, and the activation; 3 of a fused one."""
 
 
 @dataclass(frozen=True)
@@ -262,11 +263,11 @@ def estimate_activations(
     """Estimate the peak bytes of a stage's rank beside its weights, gradients and optimizer state.
 
     The peak is the bytes that autograd keeps plus the larger of two temporary sets. The first is a recomputed layer
-    with the buffers of its attention's backward kernel or, where they are more, with the rows of its experts. The
-    second, on the last stage, is the logits of one chunk, forward, or backward with their gradient, and the output
-    weight's gradient in fp32 and in the weight's type. The first stage adds the vision tower's activations, as if
-    every token were an image's. Gradients between two operators are left out, except in an MLP with adapters: little
-    else is held there.
+    with the most of three: the buffers of its attention's backward kernel, the rows of its experts, and the gradients
+    in an MLP of a model with adapters, which holds little else. The second, on the last stage, is the logits of one
+    chunk, forward, or backward with their gradient, and the output weight's gradient in fp32 and in the weight's type.
+    The first stage adds the vision tower's activations, as if every token were an image's. Other gradients between two
+    operators are left out, and so is a third tensor of logits where a model with adapters learns from a teacher.
     """
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
     head, is_last, dispatched = 0.0, stage == config.pp - 1, 0.0
@@ -275,8 +276,7 @@ def estimate_activations(
     if is_last and model.head == "language":
         every = slots * model.vocab / tp
         logits = min(every, kernels.head_logits)
-        keeps = trainable and every <= kernels.head_logits
-        head = (3 if keeps else 2) * FP32 * logits  # forward: logits less the largest, exp of that, and kept logits
+        head = (3 if trainable else 2) * FP32 * logits  # forward: logits less the largest, exp of that, kept logits
         gradients = 2 * FP32 + (size if size < FP32 else 0)  # and one of both in the weight's type
         if config.lora.rank:  # beside a chunk's the gradient of hidden states, or forward the targets' weights
             head = gradients * min(every, kernels.frozen_logits) + model.hidden * size * slots * trainable
@@ -295,9 +295,8 @@ def estimate_activations(
     kernel = kernels.count_backward_bytes(slots, micro.slots, micro.sequences, *heads, model.head_dim, size)
     gate = 0.0
     if config.lora.rank and not all(options.experts for options in list_stage_options(model, config, stage)):
-        # The gradients of the MLP's product and of both of its factors, the activation, and its derivative.
-        gate = _GATE * model.ffn * size * slots / tp + (kept.again if config.recompute == "full" else 0.0)
-    return int(kept.layers + sent + tower + max(kept.again + max(kernel, dispatched), gate, kept.loss + head))
+        gate = (3 if kernels.fuses_swiglu and model.activation == "silu" else _GATE) * model.ffn * size * slots / tp
+    return int(kept.layers + sent + tower + max(kept.again + max(kernel, dispatched, gate), kept.loss + head))
 
 
 _MLP_TENSORS = {"silu": 4, "gelu": 2, "gelu_pytorch_tanh": 2, "quick_gelu": 3}

@@ -146,7 +146,7 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
     from engines.probes.saved_bytes import SavedBytes, find_place
 
     micro, kernels = MicroBatch(sequences * tokens, sequences), device.platform.kernel_memory
-    held = 0 if device.is_host else _count_held(device)
+    held = 0 if device.is_host else count_libraries(device)
     engine = build_engine(device, model, config)
     shard = plan_shard(engine, make_batch(model, sequences, tokens))
     if device.is_host:
@@ -161,7 +161,7 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
     return {"peak": peak, "planned peak": compute_rank_memory(model, config, 0, 0, micro, kernels).total}
 
 
-def _count_held(device: Device) -> int:
+def count_libraries(device: Device) -> int:
     """Count the bytes that stay allocated whatever an engine does, such as cuBLAS's workspaces (64 MB on an H100), and
     reset the peak."""
     gc.collect()

@@ -136,7 +136,8 @@ def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Foreca
     learners = [role for role in models if role in ("actor", "critic")]
     scoring = [role for role in models if role != "actor"] + ["actor"] * (algorithm.optimizer_steps > 1)
     update = _sum(forecast_update(models[role], actor, config.platform, tokens, machine) for role in learners)
-    score = _sum(forecast_update(models[role], actor, config.platform, tokens, machine, False) for role in scoring)
+    scored = [(models[role], actor if role in learners else actor.base_settings) for role in scoring]
+    score = _sum(forecast_update(*each, config.platform, tokens, machine, False) for each in scored)
     update, score = _scale(update, algorithm.optimizer_steps), _scale(score, minis)
     prefill, decode = forecast_rollout(config, model, machine)
     sync = model.count_weights() * get_itemsize(actor.dtype) / machine.host
@@ -154,8 +155,8 @@ def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Foreca
     staleness = config.rollout.staleness
     step = max(behind, ahead[min(staleness, _MOST_AHEAD) - 1]) if staleness else prefill + decode + behind
     computed = tokens.slots * actor.dp * minis
-    each, adapts = [sum(lengths) - 1] * config.samples_per_step, bool(actor.lora.rank)
-    useful = model.count_training_flops(each, computed, adapts) * algorithm.epochs
+    inputs = [sum(lengths) - 1] * config.samples_per_step
+    useful = model.count_training_flops(inputs, computed, bool(actor.lora.rank)) * algorithm.epochs
     return Forecast(
         phases,
         busy,

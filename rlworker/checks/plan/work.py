@@ -130,6 +130,8 @@ def count_passes(
     kept *= tokens.slots / unit.slots / (actor.pp - stage)
     moved = kept * (_FORWARD * (1 + again) + _BACKWARD * learns)
     inputs, outputs = _count_adapted(model, actor)
+    # Forward an input is read, and an output read and written. Backward the output's gradient is read twice, the input
+    # read and its gradient written; adding that to another's reads both and writes one.
     adapted = (1 + again) * (inputs + 2 * outputs) + learns * (5 * inputs + 2 * outputs)
     moved += adapted * size * tokens.slots / cut / actor.pp
     for parameter in list_parameters(model, actor, stage):
@@ -142,17 +144,13 @@ def count_passes(
 
 
 def _count_adapted(model: ModelSpec, actor: MegatronConfig) -> tuple[float, float]:
-    """Count the inputs and outputs that a slot has in all layers with adapters.
-
-    A forward pass reads an input, and reads and writes the output that it is added to. A backward pass also makes the
-    input's gradient and adds it to another.
-    """
+    """Count the inputs and outputs that a slot has in all layers with adapters of the language model."""
     inputs = outputs = 0.0
     chosen = model.experts.chosen if model.experts else 0
     for adapter in actor.lora.list_adapters(model):
         if isinstance(adapter, ExpertAdapter):
             inputs, outputs = inputs + chosen * adapter.shape[2], outputs + chosen * adapter.shape[1]
-        elif adapter.weight.part != "vision":
+        elif adapter.weight.part == "language":
             shapes = list(adapter.weight.tensors.values())
             inputs, outputs = inputs + shapes[0][1], outputs + sum(shape[0] for shape in shapes)
     return inputs, outputs
@@ -183,8 +181,9 @@ def _count_sent(
     size, layers, micros = get_itemsize(actor.dtype), model.layers / actor.pp, tokens.micro_batches
     hidden, sent = tokens.slots / actor.cp * model.hidden * size, {}
     learns = passes > 1
-    if actor.tp > 1:  # around attention and MLP: a gather and a scattered sum each way, and a gather for the weights
-        calls = 4 * (passes - frozen) + (-2 if learns and not frozen else 0)
+    if actor.tp > 1:
+        # Around attention and MLP: a gather and a scattered sum each way, and a gather for weights that are not frozen.
+        calls = 4 * passes - (4 if frozen else 2 * learns)
         sent["tp"] = layers * calls * hidden * (actor.tp - 1) / actor.tp, layers * calls * micros
     if actor.pp > 1:
         ways = (stage > 0) * learns + (stage < actor.pp - 1)

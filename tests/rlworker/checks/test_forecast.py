@@ -11,10 +11,11 @@ from hardware.machines import MACHINES
 from hardware.platforms import get_platform
 from rlworker.checks.plan.changes import describe_forecast, list_changes
 from rlworker.checks.plan.forecast import compute_seconds, forecast_step
-from rlworker.checks.plan.work import Tokens, Work, count_forward, count_optimizer, count_passes, schedule_tokens
+from rlworker.checks.plan.work import Work, count_forward, count_optimizer, count_passes, schedule_tokens
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
+from scripts.forecast import card
 
 QWEN_05B = {"model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864}
 QWEN_05B |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1e6}
@@ -100,34 +101,23 @@ def test_updates_beside_those_that_one_h100_took(model):
         assert found == pytest.approx(seconds, rel=0.2)
 
 
-QWEN_3B = {"num_hidden_layers": 36, "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16}
-QWEN_7B = {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
-QWEN_7B |= {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
-QWEN3_30B = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144}
-QWEN3_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32}
-QWEN3_30B |= {"num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False, "norm_topk_prob": True}
-ON_A_CARD = [  # rank of adapters, recompute, sequences and micro-batches; seconds of both passes; ours to those
-    ({}, 0, "none", 16, 1, 0.235, 1.14),
-    ({}, 0, "full", 16, 1, 0.269, 1.15),
-    ({}, 16, "none", 16, 1, 0.219, 0.93),
-    (QWEN_3B, 0, "full", 16, 2, 1.913, 1.08),
-    (QWEN_7B, 16, "none", 8, 2, 1.171, 1.02),
-    (QWEN_7B, 16, "full", 16, 2, 3.332, 0.98),
-    (QWEN3_30B, 16, "full", 8, 2, 1.735, 0.72),
-]
-"""Sequences of 1,024 tokens, of which a quarter is not scored (docs/cuda.md). The last has adapters of attention."""
+ON_A_CARD = {  # seconds of both passes, and forecast / measured
+    "0.5B": (0.235, 1.14),
+    "0.5B, recomputed": (0.269, 1.15),
+    "0.5B, adapters": (0.219, 0.93),
+    "3B, recomputed": (1.913, 1.08),
+    "7B, adapters": (1.171, 1.02),
+    "7B, adapters, recomputed": (3.332, 0.98),
+    "30B-A3B, adapters, recomputed": (1.735, 0.72),
+}
+"""Updates of one H100, which docs/cuda.md has."""
 
 
-@pytest.mark.parametrize("place", range(len(ON_A_CARD)))
-def test_updates_of_real_sizes_beside_one_h100(tmp_path, place):
-    family, rank, recompute, sequences, micros, seconds, ratio = ON_A_CARD[place]
-    model = ModelSpec.from_folder(write_config(tmp_path, QWEN_05B | family))
-    lora = LoraConfig(rank=rank, targets=("attention",) if model.experts else ("attention", "mlp")) if rank else None
-    actor = MegatronConfig(dtype="bfloat16", recompute=recompute, lora=lora or LoraConfig())
-    slots = 1024 * sequences * micros
-    tokens = Tokens(micros, slots, slots * 512, slots * 3 / 4, slots)
-    found = compute_seconds(H100, count_passes(model, actor, CUDA, 0, tokens, True), "bfloat16", {})
-    assert found / seconds == pytest.approx(ratio, abs=0.02)
+@pytest.mark.parametrize("name", card.CASES)
+def test_updates_of_real_sizes_beside_one_h100(tmp_path, name):
+    size, (seconds, ratio) = card.CASES[name], ON_A_CARD[name]
+    case = card.make_case(size, tmp_path / "model", "cuda")
+    assert card.forecast(case, H100) / seconds == pytest.approx(ratio, abs=0.02)
 
 
 LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}

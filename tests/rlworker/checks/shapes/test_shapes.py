@@ -21,6 +21,7 @@ from engines.megatron.memory.activations import count_kept
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from hardware.shapes.calls import Call, describe_call
+from hardware.shapes.kernels import count_flops
 from hardware.shapes.platform import make_shaped
 from rlworker.checks.plan.work import Tokens, count_passes
 from rlworker.checks.shapes.case import RankCase, RankCount
@@ -71,6 +72,17 @@ def check_flops(case: RankCase, count: RankCount) -> None:
     tokens = Tokens(case.micro_batches, slots, slots * case.length / 2, slots * 0.75, slots)
     work = count_passes(case.model, case.config, get_platform(case.platform), case.stage, tokens, True)
     assert count.flops == pytest.approx(work.products + 2 * work.attention, rel=0.03)
+
+
+def test_flops_of_products_that_torch_leaves_out():
+    """Worked by hand: two for each of the 2 x 3 x 5 products of numbers."""
+    rows, weights, sums = torch.empty(2, 3), torch.empty(4, 3, 5), torch.empty(2, 5)
+    assert count_flops(torch.ops.aten.addmm_.default, (sums, rows, weights[0]), {}, sums) == 60
+    grouped = torch.ops.aten._grouped_mm.default
+    assert count_flops(grouped, (rows, weights, torch.tensor([0, 1, 1, 2])), {}, sums) == 60
+    assert count_flops(grouped, (rows.T, sums, torch.tensor([0, 1, 1, 2])), {}, weights) == 60
+    assert count_flops(torch.ops.aten.mm.default, (rows, weights[0]), {}, sums) == 60
+    assert count_flops(torch.ops.aten.add_.Tensor, (sums, sums), {}, sums) == 0
 
 
 @pytest.mark.large
