@@ -1,8 +1,9 @@
-"""Agents of the ``openai`` client share this: one client for all episodes of a process, and a loop over tools."""
+"""Agents of the ``openai`` client share this: a few clients for all episodes of a process, and a loop over tools."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any
 
 import httpx
@@ -14,16 +15,21 @@ Tools = Mapping[str, Callable[..., Awaitable[str]]]
 """Name of a tool -> the function that a call of the model is answered by."""
 
 
+_CLIENTS, _EPISODES = 32, count()
+"""Clients of a process, and the episodes that have one. A client looks through all of its connections at each request,
+so that one for a thousand episodes takes a hundred times as long for each."""
+
+
 @cache
-def _make_client() -> AsyncOpenAI:
+def _make_client(number: int) -> AsyncOpenAI:
     # As many connections as there are episodes, or those that wait for one would hold up a round.
     http: Any = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None)
     return AsyncOpenAI(base_url="http://none", api_key="-", http_client=http)
 
 
 def connect(endpoint: Endpoint) -> AsyncOpenAI:
-    """Return a client of an episode's endpoint; all clients of a process share their connections."""
-    return _make_client().with_options(base_url=endpoint.base_url)
+    """Return a client of an episode's endpoint; episodes share connections."""
+    return _make_client(next(_EPISODES) % _CLIENTS).with_options(base_url=endpoint.base_url)
 
 
 async def play_with_tools(
