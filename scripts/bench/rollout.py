@@ -247,7 +247,7 @@ def run_clients(urls: list[str]) -> None:
 
 def play_episodes(runner: EnvRunner, rows: list[Row], first: int, begin: Callable[[], None]) -> int:
     """Run episodes whose samples come at once; ``begin`` is called before each round. The number of samples."""
-    jobs, samples, ended = [Job(first + i, row, (i,), (), {}, first + i, 1) for i, row in enumerate(rows)], {}, 0
+    jobs, samples, ended = [Job(first + i, row, (i,), (), {}, first + i, 1, {}) for i, row in enumerate(rows)], {}, 0
     ids, drawn = np.arange(20, 20 + CALL_TOKENS, dtype=np.int32), 0
     while ended < len(rows):
         reply, jobs = runner.advance(jobs, samples, 0.01), []
