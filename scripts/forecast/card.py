@@ -29,7 +29,7 @@ from engines.models.spec import ModelSpec
 from hardware.machines import MACHINES, Machine
 from hardware.platforms import DEFAULT_PLATFORM, PLATFORMS, get_platform
 from rlworker.checks.plan.forecast import compute_seconds
-from rlworker.checks.plan.work import Tokens, count_passes
+from rlworker.checks.plan.work import Tokens, Work, count_passes
 from rlworker.checks.shapes.case import RankCase
 from rlworker.checks.shapes.run import run_cases
 from rlworker.config.memory import GB
@@ -158,12 +158,16 @@ def measure(case: RankCase) -> dict[str, float]:
     return {"seconds": statistics.median(seconds[_WARM_UP:]), "total": peaks.get("total", 0)}
 
 
-def forecast(case: RankCase, machine: Machine) -> float:
-    """Forecast the seconds of the passes of a rank."""
+def count_work(case: RankCase) -> Work:
+    """Count the work of the passes of a rank, of whose tokens a quarter is not scored."""
     slots = case.length * case.sequences * case.micro_batches
     tokens = Tokens(case.micro_batches, slots, slots * case.length / 2, slots * 3 / 4, slots)
-    work = count_passes(case.model, case.config, get_platform(case.platform), 0, tokens, True)
-    return compute_seconds(machine, work, case.config.dtype, {})
+    return count_passes(case.model, case.config, get_platform(case.platform), case.stage, tokens, True)
+
+
+def forecast(case: RankCase, machine: Machine) -> float:
+    """Forecast the seconds of the passes of a rank."""
+    return compute_seconds(machine, count_work(case), case.config.dtype, {})
 
 
 def main() -> None:

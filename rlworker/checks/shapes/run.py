@@ -121,10 +121,9 @@ def describe_counts(
             "Attention in float32 has no fused kernel in shapes, so that its activations are counted too large."
         )
     if large:
-        lines.append(
-            f"Does not fit into {memory_gb:g} GB in shapes: {'; '.join(large)}; raise --actor.tp, --actor.pp or, with "
-            "experts, --actor.ep, lower --actor.micro-batch-tokens, or take --actor.recompute full"
-        )
+        ways = ["raise --actor.tp, --actor.pp or, with experts, --actor.ep", "lower --actor.micro-batch-tokens"]
+        ways += ["take --actor.recompute full"] if config.actor.recompute != "full" else []
+        lines.append(f"Does not fit into {memory_gb:g} GB in shapes: {'; '.join(large)}; {', or '.join(ways)}")
     exported = max(counts, key=lambda count: count.exported)
     if exported.exported:
         lines.append(

@@ -69,6 +69,25 @@ def test_products_are_those_that_the_model_counts(tmp_path, family):
     assert frozen == pytest.approx(4 * (layers + head) * tokens.slots, rel=1e-3)
 
 
+def test_frozen_weights_are_not_gathered_and_adapters_move_inputs_and_outputs(model):
+    """By hand: a gather and a sum around attention and MLP, each way, and two gathers for weights that learn."""
+    tokens = schedule_tokens(model, MegatronConfig(dtype="bfloat16", share="none"), CUDA, 1, 320, 8, 16)
+    learned, frozen = (
+        count_passes(model, MegatronConfig(dtype="bfloat16", ranks=2, tp=2, lora=lora), CUDA, 0, tokens, True)
+        for lora in (LoraConfig(), LoraConfig(rank=8))
+    )
+    passes = 24 * tokens.micro_batches
+    assert learned.sent["tp"][1] == 10 * passes and frozen.sent["tp"][1] == 8 * passes
+    one, two = (
+        count_passes(
+            model, MegatronConfig(dtype="bfloat16", lora=LoraConfig(rank=rank, targets=names)), CUDA, 0, tokens, True
+        )
+        for rank, names in ((8, ("o_proj",)), (8, ("o_proj", "down_proj")))
+    )
+    parameters = 24 * 8 * (896 + 4864) * tokens.micro_batches * (2 * 2 + 2 * 2 + 2 * 4)
+    assert two.moved - one.moved == pytest.approx(24 * (6 * 4864 + 4 * 896) * 2 * tokens.slots + parameters, rel=1e-6)
+
+
 def test_a_prompt_is_computed_and_attended_to_once(model):
     alone, shared = (
         schedule_tokens(model, MegatronConfig(dtype="bfloat16", share=way), CUDA, 256, 64, 8, 16)

@@ -23,12 +23,12 @@ from hardware.platforms import get_platform
 from hardware.shapes.calls import Call, describe_call
 from hardware.shapes.kernels import count_flops
 from hardware.shapes.platform import make_shaped
-from rlworker.checks.plan.work import Tokens, count_passes
 from rlworker.checks.shapes.case import RankCase, RankCount
 from rlworker.checks.shapes.images import find_grid
 from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, plan_case, plan_rank, run_cases
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
+from scripts.forecast import card
 
 TINY = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1001, "rope_theta": 1e6}
@@ -68,9 +68,7 @@ def check_static(config: RunConfig, case: RankCase, count: RankCount) -> None:
 
 def check_flops(case: RankCase, count: RankCount) -> None:
     """Products and attention of a step are those of the forecast. Torch counts attention as if nothing were masked."""
-    slots = case.length * case.sequences * case.micro_batches
-    tokens = Tokens(case.micro_batches, slots, slots * case.length / 2, slots * 0.75, slots)
-    work = count_passes(case.model, case.config, get_platform(case.platform), case.stage, tokens, True)
+    work = card.count_work(case)
     assert count.flops == pytest.approx(work.products + 2 * work.attention, rel=0.03)
 
 
