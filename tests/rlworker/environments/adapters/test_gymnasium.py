@@ -1,10 +1,10 @@
 """A real Gymnasium environment is played by text: each step is what the package itself does."""
 
+import gymnasium
 import pytest
 from support.environments.agents import make_chat_row, run, tell_chat
 from support.environments.runners import LocalPool, make_rows, run_episodes, tell
 
-gymnasium = pytest.importorskip("gymnasium")
 pytestmark = [pytest.mark.large, pytest.mark.timeout(120)]
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 WAY = ["down", "down", "fly", "right", "right", "down", "right"]
