@@ -53,18 +53,18 @@ def run_beside_actor(
     results, settings = [], settings | {"optimizer": replace(OPTIMIZER, lr=1e-2)}
     for shares in (True, False):
         actor = build_engine(rank, world, address, folder, settings)
-        before, base = count_bytes(), actor if shares else None
+        there, base = list_tensors(), actor if shares else None
         model, most = ModelSpec.from_folder(folder, head="value"), watch_parameters(actor.decoder)
         critic = build_engine(rank, world, address, model, settings, base=base)
         found = {
-            "bytes": count_bytes() - before,
+            "bytes": count_bytes(list_tensors()) - count_bytes(there),
             "most": most(),
             "planned": plan_parameters(critic, rank, world, shares),
         }
         fill(actor, 5)
         fill(critic, 6)
         results.append(found | {"numbers": [*step_twice(actor, critic, draw_batch(actor.model, images), shares)]})
-        del actor, critic, base
+        del actor, critic, base, there
     return results
 
 
@@ -93,10 +93,15 @@ def step_twice(actor, critic, batch: TrainBatch, shares: bool) -> Iterator:
     yield {name: tensor.clone() for name, tensor in critic.export_weights()}
 
 
-def count_bytes() -> int:
-    """Count the bytes of all tensors of this process, each storage once."""
+def list_tensors() -> list[torch.Tensor]:
+    """List the tensors of this process. Those on the list stay: one that an earlier test left behind would else go
+    between two lists, and its bytes be missing in the later one."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+
+
+def count_bytes(tensors: list[torch.Tensor]) -> int:
+    """Count the bytes of tensors, each storage once."""
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
