@@ -246,7 +246,7 @@ class ModelSpec(DecoderSizes):
         return name
 
     def split_parameter(self, name: str, values: "Tensor") -> "dict[str, Tensor]":
-        """Split a parameter of transformers' module, or its gradient, into tensors of a saved folder by their names."""
+        """Split a parameter of transformers' module, or its gradient: name of a tensor in a saved folder -> tensor."""
         name = self.find_folder_name(name)
         if (weight := self._joined_in_module.get(name)) is None:
             return {name: values}

@@ -53,12 +53,6 @@ class Record:
         return Record(cat(self.values), cat(self.bits), cat(self.slopes), self.outputs)
 
 
-def draw_directions(hidden: int) -> Tensor:
-    """Draw the directions of the projections, ``[hidden, PROJECTIONS]`` float32 of 1 and -1, the same everywhere."""
-    signs = np.random.default_rng(hidden).integers(0, 2, (hidden, PROJECTIONS))
-    return torch.from_numpy(2 * signs - 1).float()
-
-
 def sketch(states: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Sketch states ``[..., hidden]``: values ``[..., PROJECTIONS + 1]`` float32, and bits ``[..., 1]`` int64."""
     flat = states.detach().flatten(0, -2)
@@ -102,7 +96,9 @@ class StateRecorder:
 
     def __init__(self, engine: MegatronEngine):
         self.engine, self.record = engine, Record()
-        self._directions = draw_directions(engine.model.hidden)
+        hidden = engine.model.hidden
+        signs = np.random.default_rng(hidden).integers(0, 2, (hidden, PROJECTIONS))  # the same on every machine
+        self._directions = torch.from_numpy(2 * signs - 1).float()
         self._seen: set[int] = set()  # stages of the micro-batch in hand: a layer that is recomputed comes again
         self._layout: Any = None
         self._is_dummy = False

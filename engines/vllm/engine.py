@@ -150,7 +150,7 @@ class VllmEngine:
         """
         self._sleep.require_weights("sampling")
         if self.llm.llm_engine.has_unfinished_requests():
-            raise RuntimeError("rollout: a round needs the engine for itself; take or abort the loop's requests first")
+            raise RuntimeError("rollout: sample() needs the engine for itself; collect or abort other requests first")
         # What was asked before may not decide which tokens share a forward pass: a resumed run was not asked the same.
         self._empty_caches()
         self.seed(seed)

@@ -173,7 +173,11 @@ class MaskSpec:
         for number, (owner, count) in enumerate(zip(sharing.owners, sharing.counts)):
             both = np.asarray([owner, number])
             if count and of_prefix and self.prefixes and max(self.prefixes[i] for i in both) > count:
-                raise ValueError(f"MaskSpec: sequence {number} shares {count} tokens, and its prefix reaches beyond")
+                raise ValueError(
+                    f"MaskSpec: sequence {number} shares its first {count} tokens with sequence {owner}, and a prefix "
+                    f"of {max(self.prefixes[i] for i in both)} tokens, which see each other, ends after them; share "
+                    "the whole prefix or nothing"
+                )
             if count and of_images:
                 inner, outer = (self.find_images(both, np.full(2, place)) for place in (count - 1, count))
                 if ((inner >= 0) & (inner == outer)).any():

@@ -236,7 +236,8 @@ class GroupedExperts(MegatronModule):
 
 
 class SharedExpert(MegatronModule):
-    """An MLP that every token goes through, its output times the sigmoid of ``gate_weight [1, h]`` or as it is."""
+    """An MLP that every token x goes through. With a gate its output is multiplied by ``sigmoid(gate_weight x)``, where
+    ``gate_weight`` is ``[1, h]``."""
 
     def __init__(self, config, mlp: ModuleSpec, has_gate: bool):
         super().__init__(config)

@@ -98,7 +98,9 @@ class ShapeMode(TorchDispatchMode):
         if operator.overloadpacket in (_aten.pin_memory, _aten._pin_memory):
             return args[0]  # the host has no such memory
         if operator.namespace == "c10d":
-            return self._communicate(operator, args)
+            self.calls.append(describe_call(operator, args))
+            work = FakeWork().boxed()  # a collective or a message is over at once
+            return work if len(operator._schema.returns) == 1 else (args[0], work)
         is_fake = is_pinned or any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs)))
         target = kwargs.get("device")
         if not is_fake and (target is None or torch.device(target).type != self.device.type):
@@ -127,9 +129,3 @@ class ShapeMode(TorchDispatchMode):
         if dtype.is_floating_point:
             return 1.0
         return self._given.popleft() if self._given else 1
-
-    def _communicate(self, operator: Any, args: tuple) -> Any:
-        """Note a collective or a message, and return what its operator does; it is over at once."""
-        self.calls.append(describe_call(operator, args))
-        work = FakeWork().boxed()
-        return work if len(operator._schema.returns) == 1 else (args[0], work)

@@ -186,11 +186,6 @@ def count_experts(experts: Experts, hidden: int, size: int, config: MegatronConf
     return experts.chosen * routed * row + token
 
 
-def count_worst_routes(experts: Experts, config: MegatronConfig) -> float:
-    """Count the rows that come to a rank at most, as ``MicroBatch.routed``: a token chooses each expert once."""
-    return config.ep * min(experts.chosen, experts.count // config.ep) / experts.chosen
-
-
 def count_dispatched(experts: Experts, hidden: int, config: MegatronConfig, routed: float = 1.0) -> float:
     """Count the bytes for each slot of the rows that are on their way from experts, beside what a mixture keeps.
 

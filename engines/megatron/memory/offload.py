@@ -125,7 +125,7 @@ class OffloadManager:
         self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:
-        """Move these parts from the device to the host's memory, and free the device's memory."""
+        """Move these parts from the device to the host's memory, and free the memory that they had on the device."""
         for name in parts:
             if name not in self._left:
                 storages = list(self._list_storages(name))

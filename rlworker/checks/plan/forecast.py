@@ -73,16 +73,13 @@ def compute_seconds(
     return seconds
 
 
-def _list_spans(actor: MegatronConfig) -> dict[str, int]:
-    replica = actor.tp * actor.cp
-    return {"tp": actor.tp, "cp": replica, "ep": actor.ep * actor.etp, "dp": actor.ranks // actor.pp, "pp": actor.ranks}
-
-
 def forecast_update(
     model: ModelSpec, actor: MegatronConfig, platform: str, tokens: Tokens, machine: Machine, learns: bool = True
 ) -> tuple[float, float]:
     """Forecast an optimizer step, or a forward pass: seconds of the clock, and those that all ranks are busy."""
-    door, spans, slowest, busy = get_platform(platform), _list_spans(actor), 0.0, 0.0
+    door, slowest, busy = get_platform(platform), 0.0, 0.0
+    spans = {"tp": actor.tp, "cp": actor.tp * actor.cp, "ep": actor.ep * actor.etp}
+    spans |= {"dp": actor.ranks // actor.pp, "pp": actor.ranks}
     for stage in range(actor.pp):
         passes = compute_seconds(machine, count_passes(model, actor, door, stage, tokens, learns), actor.dtype, spans)
         step = compute_seconds(machine, count_optimizer(model, actor, stage), actor.dtype, spans) if learns else 0.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from engines.megatron.memory.activations import MicroBatch, count_worst_routes
+from engines.megatron.memory.activations import MicroBatch
 from engines.megatron.memory.estimate import RankMemory, compute_rank_memory
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
@@ -159,5 +159,6 @@ def plan_case(case: RankCase, config: "Config") -> MicroBatch:
     """Plan the largest micro-batch of a run, with the routes of the case."""
     micro, experts = plan_micro_batch(config), case.model.experts
     if case.routes == "worst" and experts:
-        micro = replace(micro, routed=count_worst_routes(experts, case.config))
+        ep = case.config.ep  # a token chooses each expert once, so at most those that a rank has
+        micro = replace(micro, routed=ep * min(experts.chosen, experts.count // ep) / experts.chosen)
     return micro

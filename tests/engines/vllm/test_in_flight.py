@@ -98,7 +98,7 @@ def test_a_round_of_single_requests_is_that_of_prompts_and_repeats_whatever_came
     first = rollouts.sample(grouped, stream)
     assert first == draw(worker, prompts, Sampling(4, 1.0, 8, (*stream, 0), STOP)), "bit for bit"
     begin(worker, make_requests(make_prompts(9, 150, 2), 30), 3)
-    with pytest.raises(RuntimeError, match="a round needs the engine for itself"):
+    with pytest.raises(RuntimeError, match=r"sample\(\) needs the engine for itself"):
         rollouts.sample(grouped, stream)
     ask(worker.abort, range(4))
     resume(worker)

@@ -103,7 +103,7 @@ def test_rules_under_which_what_is_shared_differs_are_refused():
     MaskSpec(*sizes, image_block=images, sharing=both)  # nobody sees an image both ways
     with pytest.raises(ValueError, match="sequence 1 shares 3 tokens, which end within an image"):
         MaskSpec(*sizes, rules=(Rule(images=True),), image_block=images, sharing=both)
-    with pytest.raises(ValueError, match="sequence 1 shares 3 tokens, and its prefix reaches beyond"):
+    with pytest.raises(ValueError, match="sequence 1 shares its first 3 tokens with sequence 0, and a prefix"):
         MaskSpec(*sizes, rules=(Rule(prefix=True),), prefixes=(4, 1), sharing=both)
     with pytest.raises(ValueError, match="a rule sees all that follows"):
         MaskSpec(*sizes, rules=(Rule(causal=False),), sharing=both)
