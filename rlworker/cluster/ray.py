@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -25,6 +26,8 @@ from rlworker.tracking.terminal import LOGGER
 _ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
 """Variable with the number of times that Ray tries to connect to a cluster; each attempt takes 41 s where nothing
 answers, and Ray's default is 20 (2.60, _private/node.py)."""
+_LATE = "timed out during startup"
+"""Words of Ray's error by which the node that it starts was late."""
 _CONNECT_S = 10.0
 """Seconds that the machine of RAY_ADDRESS has to accept a connection."""
 _CLUSTER_ADVICE = "start the cluster (scripts/ray_up.sh), or unset RAY_ADDRESS to run on this machine alone"
@@ -66,11 +69,8 @@ def running_ray(workers: int, platform: str, batch_bytes: int = 0) -> Iterator[N
                 if os.environ.get("RAY_ADDRESS"):
                     _join(quiet)
                 else:
-                    cpus = max(workers, os.cpu_count() or 1)
-                    store = _size_store(batch_bytes)
-                    ray.init(
-                        address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet
-                    )
+                    quiet |= dict(num_cpus=max(workers, os.cpu_count() or 1), include_dashboard=False)
+                    _start(quiet | dict(address="local", object_store_memory=_size_store(batch_bytes)))
         except Exception as error:  # Ray's own are of the plainest kind
             address = os.environ.get("RAY_ADDRESS")
             what = f"no cluster at RAY_ADDRESS={address}" if address else "it did not start"
@@ -135,6 +135,22 @@ def check_ray() -> None:
             f"path of a socket has at most {_SOCKET_BYTES}; set {name} to a folder of at most "
             f"{_SOCKET_BYTES - len(_SOCKET)} bytes, such as /tmp"
         )
+
+
+def _start(settings: dict[str, Any]) -> None:
+    """Start Ray, and once more where its node was late: it has 30 s (2.60, _private/node.py), which may be too few on a
+    machine where others run."""
+    before = psutil.Process().children()
+    try:
+        ray.init(**settings)
+    except Exception as error:  # Ray raises no class of its own for it
+        if _LATE not in str(error):
+            raise
+        LOGGER.warning("ray: its node was not there after 30 s, as on a machine where others run; starting it again")
+        for process in psutil.Process().children():  # Ray would end those of the failed start with this program
+            if process not in before:
+                process.kill()
+        ray.init(**settings)
 
 
 def _join(settings: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 import gc
 import os
 import re
+import signal
 import socket
+import subprocess
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -59,6 +61,29 @@ def test_a_ray_that_does_not_start_is_an_error_to_be_read(started, monkeypatch):
     monkeypatch.setattr("ray.init", init)
     with pytest.raises(RunError, match=r"ray: it did not start \(The current node timed out"), running_ray(1, "cpu"):
         pass
+
+
+def test_a_node_that_is_late_is_started_once_more(started, monkeypatch, caplog):
+    """Processes of the first start are ended, and no other child of this program."""
+    from rlworker.cluster.ray import running_ray
+
+    caplog.set_level("WARNING", LOGGER.name)
+    mine, late = subprocess.Popen(["sleep", "60"]), []
+
+    def init(**settings):
+        started.append(settings)
+        if not late:
+            late.append(subprocess.Popen(["sleep", "60"]))
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet")
+
+    monkeypatch.setattr("ray.init", init)
+    try:
+        with running_ray(1, "cpu"):
+            assert len(started) == 2 and started[0] == started[1]
+        assert late[0].wait(10) == -signal.SIGKILL and mine.poll() is None
+        assert "its node was not there after 30 s" in caplog.text
+    finally:
+        mine.kill()
 
 
 def test_a_cluster_that_is_gone_is_named_before_anything_is_read(started, monkeypatch, tmp_path):
