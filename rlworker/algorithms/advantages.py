@@ -261,14 +261,16 @@ def _get_policy_logprobs(batch: TrainBatch) -> Tensor:
 
 
 def _sum_groups(values: Tensor, group: Tensor) -> Tensor:
-    return torch.zeros(int(group.max()) + 1).index_add_(0, group, values)
+    return torch.zeros(int(group.max()) + 1, dtype=values.dtype).index_add_(0, group, values)
 
 
 def _centre(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Compute rewards ``[E]`` less the mean of their group, and the size of each group."""
     count = _sum_groups(torch.ones_like(rewards), group)
-    mean = _sum_groups(rewards, group) / count.clamp_min(1)
-    return rewards - mean[group], count
+    # In float64 n equal rewards have exactly their own value as mean. A rest of rounding would be all that there is of
+    # a deviation, and divided by it.
+    mean = _sum_groups(rewards.double(), group) / count.clamp_min(1)
+    return (rewards - mean[group]).float(), count
 
 
 def _normalise_groups(rewards: Tensor, group: Tensor, eps: float) -> Tensor:

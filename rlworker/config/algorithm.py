@@ -82,8 +82,8 @@ ALGORITHMS = MappingProxyType(
         "gmpo": Algorithm(surrogate="gmpo", aggregation="sequence_mean"),
         # arXiv:2511.20347.
         "sapo": Algorithm(surrogate="sapo", aggregation="sequence_mean"),
-        # arXiv:2402.14740; KL 0.03 is that of its summaries.
-        "rloo": Algorithm("rloo", aggregation="sequence_mean", kl_coef=0.03, kl_in="reward"),
+        # arXiv:2402.14740: a completion is one action, so no length divides; KL 0.03 is that of its summaries.
+        "rloo": Algorithm("rloo", aggregation="constant_length", kl_coef=0.03, kl_in="reward"),
         # arXiv:2501.03262.
         "reinforce_plus_plus": Algorithm("reinforce_plus_plus", kl_coef=0.01, kl_in="reward"),
         "reinforce_plus_plus_baseline": Algorithm("reinforce_plus_plus_baseline", kl_coef=0.01, kl_estimate="k2"),

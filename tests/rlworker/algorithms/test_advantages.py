@@ -156,6 +156,15 @@ def test_every_advantage_is_the_same_in_any_dtype_of_rewards():
         assert torch.equal(function(floats), function(ints))
 
 
+@pytest.mark.parametrize("size", [3, 6, 8, 16, 64])
+@pytest.mark.parametrize(("one", "other"), [(0.1, 1.1), (0.9, 0.3), (-200.3, 123456.7), (1e6, -1e-3)])
+def test_a_group_of_equal_rewards_teaches_nothing_whatever_they_are(size, one, other):
+    """Sums of fp32 would leave a rest of rounding, as large as any advantage after the division by its deviation."""
+    names = "grpo", "dr_grpo", "rloo", "turn_grpo", "reinforce_plus_plus_baseline"
+    for function in (getattr(advantages, name) for name in names):
+        assert not function(groups_of([one] * size, [other] * size)).any(), function.__name__
+
+
 def test_advantages_of_a_group_refuse_a_group_of_one():
     for advantage in (advantages.grpo, advantages.dr_grpo, advantages.rloo, advantages.reinforce_plus_plus_baseline):
         assert not advantage(groups_of([0.3], [1.0])).any(), "which is why"

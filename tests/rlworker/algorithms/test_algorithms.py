@@ -165,6 +165,10 @@ class Loops:
             sum(sum(term(i, t) for t in range(self.sizes[i])) / self.sizes[i] for i in range(self.count)) / self.count
         )
 
+    def sum_of_sequences(self, term) -> Tensor:
+        """The mean over sequences of their sums, but for a constant."""
+        return self.mean_of_tokens(term) * self.total / (LONGEST * self.count)
+
     def compute(self, name: str) -> Tensor:
         """The loss of a whole optimizer step."""
         mean = self.mean_of_tokens
@@ -174,7 +178,7 @@ class Loops:
                 return self.mean_of_sequences(lambda i, t: self.clip(i, t, a[i][t]) + 0.04 * self.kl3(i, t))
             case "dr_grpo":
                 a = self.each(self.centre)
-                return mean(lambda i, t: self.clip(i, t, a[i][t])) * self.total / (LONGEST * self.count)
+                return self.sum_of_sequences(lambda i, t: self.clip(i, t, a[i][t]))
             case "dapo":
                 self.punish_length(LONGEST - 2, 2)
                 a = self.each(self.compare)
@@ -191,7 +195,7 @@ class Loops:
             case "rloo":
                 self.punish_kl(0.03)
                 a = self.each(self.leave_out)
-                return self.mean_of_sequences(lambda i, t: self.clip(i, t, a[i][t]))
+                return self.sum_of_sequences(lambda i, t: self.clip(i, t, a[i][t]))
             case "reinforce_plus_plus":
                 self.punish_kl(0.01)
                 a = self.whiten(self.to_go())
