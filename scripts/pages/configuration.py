@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tyro.conf import Positional
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -113,8 +115,10 @@ def write_tables(config: Any, section: str, left_out: set[str]) -> Iterator[str]
         if get_origin(kinds[name]) is dict and is_dataclass(make := get_args(kinds[name])[1]):
             inner.append((f"{name}.NAME", make()))
             continue
-        spelled, doc = option(section or "config", name), find_doc(type(config), name)
-        cells = (f"`{spelled}`", spell_type(kinds[name]), spell_default(value), doc.replace("|", r"\|"))
+        is_first_word = Positional in getattr(kinds[name], "__metadata__", ())
+        spelled = f"{name.upper()}, the first word" if is_first_word else f"`{option(section or 'config', name)}`"
+        doc = find_doc(type(config), name)
+        cells = (spelled, spell_type(kinds[name]), spell_default(value), doc.replace("|", r"\|"))
         rows.append("| " + " | ".join(cells) + " |")
     if rows:
         yield "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows])
