@@ -84,7 +84,7 @@ class VllmConfig(SamplingConfig):
     max_num_seqs: Annotated[int, Ge(1)] = 256
     """Largest number of sequences that an engine decodes at once."""
     kv_cache_mb: Annotated[int, Ge(0)] = 0
-    """Size of the KV cache on each device, in MB. 0 takes the platform's: 1 GiB on a CPU, 16 GiB on CUDA and on an NPU."""
+    """Size of the KV cache on each device, in MB. 0 takes the platform's: 1 GiB on a CPU, 16 GiB on CUDA and NPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; the default is the platform's."""
     image_memory_mb: Annotated[int, Ge(1)] = 8192

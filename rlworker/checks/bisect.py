@@ -132,7 +132,7 @@ def read_rows(path: str, longest: int, vocab: int) -> TrainBatch:
     """
     sequences = []
     try:
-        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in Path(path).open(encoding="utf-8")]
     except (OSError, ValueError) as error:
         raise ValueError(f"bisect: --rows {path!r} is no JSONL file: {error}") from None
     for number, line in enumerate(lines, 1):

@@ -22,6 +22,7 @@ from rlworker.cluster.process_state import UNREACHED, is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
+from rlworker.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -156,6 +157,17 @@ class Rollouts:
     def call(self, method: Callable[Concatenate[RolloutWorker, P], R], *args: P.args, **keywords: P.kwargs) -> list[R]:
         """Call a method of ``RolloutWorker`` on every engine; returns the results in order."""
         return self._ask(method, dict.fromkeys(range(len(self.workers)), args), keywords)
+
+    def check_version(self, version: int) -> None:
+        """Check that every engine has the weights ``version``; all may sample then, those among them that a failure
+        kept from it as they replaced others.
+
+        Raises:
+            RunError: an engine has other weights.
+        """
+        if (versions := self.call(RolloutWorker.get_version)) != [version] * len(versions):
+            raise RunError(f"sync: the rollout engines have {versions}, expected version {version} in all of them")
+        self.serving[:] = self.workers
 
     def run(self, function: str, *args: Any) -> list:
         """Call ``function(engine, *args)`` on every engine; returns the results in order.

@@ -130,9 +130,15 @@ class Policy:
 
         Raises:
             EpisodeLimit: the episode has reached its limit of turns or tokens.
+            RuntimeError: the policy has sampled for another ``Episode``, whose turns the trainer would learn from.
             ValueError: a stop is not one token, or ``max_tokens`` is not a whole number of 1 or more.
         """
         limits = self._host.limits
+        if self.episode not in (None, episode):
+            raise RuntimeError(
+                "sample: this policy has sampled for another Episode, and an environment plays one; continue that one, "
+                "or go on from another context by its fork()"
+            )
         self.episode = episode
         most = limits.sample_tokens if max_tokens is None else min(max_tokens, limits.sample_tokens)
         if not isinstance(most, Integral) or most < 1:

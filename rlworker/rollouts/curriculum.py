@@ -254,7 +254,8 @@ class Curriculum:
         self.rates[rows], self.passed_over[rows] = state["rates"], state["passed_over"]
         self.open_buckets = state["open_buckets"]
         self.window.extend(state["window"])
-        self.source_credits, self.bucket_credits = state["source_credits"], state["bucket_credits"]
+        self.source_credits = list(state["source_credits"])  # a copy: a run may return to this state again
+        self.bucket_credits = [list(credits) for credits in state["bucket_credits"]]
         for source, queues in enumerate(state["queues"]):
             for bucket, (epoch, place) in enumerate(queues):
                 self.queues[source][bucket] = _Queue(self._shuffle(source, bucket, epoch), epoch, place)

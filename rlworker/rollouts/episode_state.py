@@ -188,7 +188,8 @@ class EpisodeStates:
         """Record the reply of a process, and yield ``(key, request)`` for each sample to request from an engine."""
         self._losses = 0
         for number, call, outcome in reply.tools:
-            self._states[number].tools[call] = outcome
+            if number in self._states:  # a tool that its environment did not await may outlive the episode
+                self._states[number].tools[call] = outcome
         for number, result in reply.results.items():
             self._states[number].end(**result)
         for ask in reply.asks:

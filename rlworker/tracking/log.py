@@ -1,6 +1,7 @@
 """The log of a run: metrics.jsonl, trackers, sampled rollouts, a progress bar and one line per step on the terminal."""
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -85,7 +86,8 @@ class RunLog:
         steps: number of steps of the whole run. first_step: number of steps done so far.
         trackers: open trackers, which are closed with the log.
         line: columns of a step's line on the terminal.
-        draw: writes the report of a run folder; it is called after each line with an evaluation.
+        draw: writes the report of a run folder and returns where it lies; it is called after each line with an
+            evaluation.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class RunLog:
         first_step: int,
         trackers: Trackers,
         line: Sequence = RL_LINE,
-        draw: Callable[[Path], object] | None = None,
+        draw: Callable[[Path], str] | None = None,
     ):
         self._path, self._prompts = folder / METRICS, folder / PROMPTS
         self._metrics = open(self._path, "a", encoding="utf-8")
@@ -133,11 +135,17 @@ class RunLog:
         LOGGER.info(f"step {step:4d}/{self._steps}  " + "  ".join(fields) + f"  left {time_left}")
         self._bar.n = step
         self._bar.refresh()
-        if self._draw and "time_evaluate" in metrics:
-            try:
-                self._draw(self._folder)
-            except Exception as error:  # the run is worth more than its page
-                LOGGER.warning(f"report: it could not be drawn, and the run goes on: {type(error).__name__}: {error}")
+        if "time_evaluate" in metrics:
+            self.draw_report(logging.DEBUG)
+
+    def draw_report(self, level: int = logging.INFO) -> None:
+        """Draw the report of the run folder, and log where it lies. A page that fails is a warning: the run is worth
+        more."""
+        try:
+            if self._draw:
+                LOGGER.log(level, self._draw(self._folder))
+        except Exception as error:
+            LOGGER.warning(f"report: it could not be drawn, and the run goes on: {type(error).__name__}: {error}")
 
     def prompts(self, step: int, first: int, rows: list[int]) -> None:
         """Record the numbers of a step's rows in order, and ``first``, the number of the step's first rollout."""

@@ -301,9 +301,7 @@ class Trainer(Run[RunConfig]):
         """Send the actor's weights to every rollout engine as ``version + 1``, and wait until the engines have them."""
         self.version += 1
         self.synced.send(self.actor, self.rollouts.workers, self.version)
-        # Engines that died meanwhile are noticed here.
-        if (versions := self.rollouts.call(RolloutWorker.get_version)) != [self.version] * len(versions):
-            raise RunError(f"sync: the rollout engines have {versions}, expected version {self.version} in all of them")
+        self.rollouts.check_version(self.version)  # engines that died meanwhile are noticed here
 
     def note_lost(self, lost: Mapping[str, str]) -> None:
         """Count an outage of rollout engines, which new engines replace now: ``{engine: how it was lost}``."""

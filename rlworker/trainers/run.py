@@ -232,7 +232,7 @@ class Run(Generic[Config]):
             try:
                 return self.outages.repeat(self._steps, self._go_back)
             finally:  # a run that ends early has a report too
-                LOGGER.info(format_report(self.folder.path))
+                self.log.draw_report()
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise

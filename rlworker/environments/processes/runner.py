@@ -212,11 +212,14 @@ class EnvRunner:
 
     # -- requests of an episode
 
+    def _find_live(self, policy: Policy, call: str) -> RunningEpisode:
+        if not (running := self._live.get(policy.number)) or running is not policy:
+            raise RuntimeError(f"{call}: this episode has ended; await all calls of policy.{call} before you return")
+        return running
+
     async def sample(self, policy: Policy, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
         """Carry out ``Policy.sample``."""
-        running = self._live.get(policy.number)
-        if running is None or running is not policy:
-            raise RuntimeError("sample: this episode has ended; await all calls of policy.sample before you return")
+        running = self._find_live(policy, "sample")
         if running.gave_up:
             raise RuntimeError(
                 "sample: the environment cancelled an earlier call of policy.sample; await each call to its end"
@@ -259,9 +262,7 @@ class EnvRunner:
 
     async def ask_model(self, policy: Policy, model: str, content: Any) -> Verdict:
         """Carry out ``Policy.judge`` and ``Policy.score``."""
-        running = self._live.get(policy.number)
-        if running is None or running is not policy:
-            raise RuntimeError("judge: this episode has ended; await all verdicts before you return")
+        running = self._find_live(policy, "judge")
         call, running.asked = running.asked, running.asked + 1
         if call in running.known_verdicts:
             return running.known_verdicts.pop(call)
@@ -274,7 +275,7 @@ class EnvRunner:
         """Carry out ``Policy.tool``."""
         from rlworker.environments.tools.runner import ToolRunner, read_outcome  # most environments have no tools
 
-        running = self._live[policy.number]
+        running = self._find_live(policy, "tool")
         number, running.tool_calls = running.tool_calls, running.tool_calls + 1
         outcome = running.known_tools.get(number)
         if outcome is None:
@@ -295,7 +296,7 @@ class EnvRunner:
         """Carry out ``Policy.endpoint``."""
         from rlworker.environments.endpoint.server import Endpoints  # most environments have none
 
-        running = self._live[policy.number]
+        running = self._find_live(policy, "endpoint")
         if running.conversation:
             raise ValueError("endpoint: this episode has one; call policy.endpoint once and hand its base_url on")
         self._endpoints = self._endpoints or Endpoints(self._loop, self.limits)

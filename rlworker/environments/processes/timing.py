@@ -124,7 +124,9 @@ class StepTimer:
     def take_step(self, running: RunningEpisode, act: Callable, *args: Any) -> Any:
         """Call ``act(*args)`` as a step of an episode, and add the time to ``used_s``."""
         began = time.monotonic()
-        if not running.waits:
+        if running.has_ended:
+            running.used_s = 0.0  # a task that others share: it goes on, and the limit is one of each step
+        elif not running.waits:
             running.used_s += began - self._busy_s - running.left_at
         self._report(running.number, running.turn)
         self.step = running, began

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL
+from functools import lru_cache
 from typing import Any
 
 HEADER = struct.Struct("!dQQQ")
@@ -36,6 +37,8 @@ _FILES = 256
 _BALLAST = 1 << 20
 """Bytes that are given up to tell that there is no memory left."""
 _MESSAGE_CHARACTERS = 300
+_FUNCTIONS = 16
+"""Functions that stay loaded, those that were called last."""
 
 Loaded = tuple[Callable | None, str]
 """A function, or why there is none."""
@@ -43,7 +46,7 @@ Loaded = tuple[Callable | None, str]
 
 def serve(control: socket.socket) -> None:
     """Fork a guard process for every connection that comes through ``control``, until its other end is closed."""
-    functions: dict[bytes, Loaded] = {}
+    load = lru_cache(_FUNCTIONS)(_load)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards that have ended leave nothing behind
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -52,18 +55,25 @@ def serve(control: socket.socket) -> None:
         with socket.socket(fileno=descriptors[0]) as call:
             try:
                 limit_s, memory_mb, *sizes = HEADER.unpack(_receive(call, HEADER.size))
-                code = _receive(call, sizes[0])
-                if code not in functions:
-                    try:
-                        functions[code] = pickle.loads(code), ""
-                    except BaseException as error:  # whatever the import of a module of the user's raises
-                        functions[code] = None, f"it cannot be loaded: {_describe(error)}"
-                    gc.freeze()
+                loaded = load(_receive(call, sizes[0]))
             except EOFError:
                 continue  # given up
             if os.fork() == 0:
                 control.close()
-                _guard(call, functions[code], sizes[1], limit_s, memory_mb)
+                _guard(call, loaded, sizes[1], limit_s, memory_mb)
+
+
+def _load(code: bytes) -> Loaded:
+    """Load a function. What modules brought stays, and is kept from the collector, which would copy it in each guard;
+    a function may hold data of one call, and goes when others have come."""
+    modules = len(sys.modules)
+    try:
+        return pickle.loads(code), ""
+    except BaseException as error:  # whatever the import of a module of the user's raises
+        return None, f"it cannot be loaded: {_describe(error)}"
+    finally:
+        if len(sys.modules) > modules:
+            gc.freeze()
 
 
 def _guard(call: socket.socket, loaded: Loaded, size: int, limit_s: float, memory_mb: int) -> None:

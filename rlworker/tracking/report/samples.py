@@ -32,7 +32,7 @@ def read_samples(folder: Path, last: int, most: int = _MOST_BYTES) -> list[dict]
     numbers = [number for number in list_sampled_steps(folder) if number <= last]
     numbers = numbers if len(numbers) <= 6 else [*numbers[:2], *numbers[-4:]]
     files = {number: name_samples(folder, number) for number in numbers}
-    queues = {number: file.read_text("utf-8").splitlines() for number, file in files.items()}
+    queues = {number: file.read_text("utf-8").split("\n")[:-1] for number, file in files.items()}
     taken: dict[int, list[dict]] = {number: [] for number in numbers}
     for place in range(max(map(len, queues.values()), default=0)):
         for number in (number for number, queue in queues.items() if place < len(queue)):

@@ -86,6 +86,21 @@ def test_a_node_that_is_late_is_started_once_more(started, monkeypatch, caplog):
         mine.kill()
 
 
+def test_engines_that_have_the_weights_may_sample(monkeypatch):
+    """One that replaced another was kept from it by a failure, and has been sent the weights since."""
+    from rlworker.cluster.rollout_group import Rollouts
+
+    monkeypatch.setattr(Rollouts, "_start_processes", lambda self, indices: [object() for _ in indices])
+    rollouts = Rollouts("cpu", 2)
+    rollouts.workers[1] = object()
+    monkeypatch.setattr(rollouts, "call", lambda method: [3, 3])
+    with pytest.raises(RunError, match=r"the rollout engines have \[3, 3\], expected version 4 in all"):
+        rollouts.check_version(4)
+    assert rollouts.serving[1] is not rollouts.workers[1]
+    rollouts.check_version(3)
+    assert rollouts.serving == rollouts.workers
+
+
 def test_a_cluster_that_is_gone_is_named_before_anything_is_read(started, monkeypatch, tmp_path):
     """Nobody listens there; Ray itself would try for 14 minutes."""
     options = "--model", tmp_path, "--run-dir", tmp_path / "run", "--data.train", tmp_path / "rows.jsonl"

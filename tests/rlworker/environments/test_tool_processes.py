@@ -148,6 +148,17 @@ def test_tools_return_what_they_return(call):
     assert call(os.getsid, 0)[0] != os.getsid(0), "a session of its own"
 
 
+def test_data_that_come_with_functions_do_not_stay(call):
+    """Each is another function; 60 of them bring 120 MB."""
+    call(add, 1, 2)
+    (server,) = (each for each in psutil.Process().children() if "server.py" in " ".join(each.cmdline()))
+    before = server.memory_info().rss
+    for number in range(60):
+        text = f"{number:02}" * 2**20
+        assert call(lambda text=text: text[:2])[0] == text[:2]
+    assert server.memory_info().rss - before < 100 * 2**20
+
+
 def test_what_cannot_be_sent_is_refused(call):
     with pytest.raises(ValueError, match=r"tool: add \(.*:\d+\) cannot be sent"):
         call(add, socket.socketpair()[0], 1)

@@ -13,7 +13,9 @@ from support.environments.runners import LIMITS, LocalPool, make_rows, run_episo
 from support.environments.tool_functions import draw_slowly, fail
 
 from rlworker.environments import Episode
+from rlworker.environments.record import Reply
 from rlworker.errors import RunError
+from rlworker.rollouts.episode_state import EpisodeStates
 
 HERE = __file__
 
@@ -140,6 +142,8 @@ async def misbehave(policy, row):
         return "episode"
     if how == "returns another":
         return Episode(row)
+    if how == "plays two":
+        await policy.sample(Episode(row))
     if how == "samples at once":
         await asyncio.gather(policy.sample(episode), policy.sample(episode))
     if how == "gives a sample up":
@@ -166,6 +170,11 @@ FAULTS = {
     "samples past the limit": ("limit", "turn 4: EpisodeLimit: turn 5 of at most 4", "await policy.sample(episode)"),
     "returns text": ("no_episode", "turn 1: returned 'episode', expected its Episode", "async def misbehave"),
     "returns another": ("no_episode", "turn 1: returned another Episode", "async def misbehave"),
+    "plays two": (
+        "raised",
+        "turn 1: RuntimeError: sample: this policy has sampled for another",
+        "sample(Episode(row))",
+    ),
     "samples at once": ("raised", "turn 1: RuntimeError: sample: an earlier call of policy.sample", "asyncio.gather"),
     "gives a sample up": (
         "raised",
@@ -228,6 +237,32 @@ def test_the_time_of_an_episode_leaves_out_samples_tools_and_neighbours(rows):
     limits = replace(LIMITS, time_limit_s=1.0)
     records = run_episodes(LocalPool(work, limits=limits), rows[:4], say=say)
     assert [record.failure for record in records] == [None] * 4
+
+
+def test_a_task_that_episodes_share_outlives_the_time_of_the_first(tmp_path):
+    """It is begun in an episode whose limit passes while it goes on, in steps that are short."""
+    shared: list[asyncio.Task] = []
+
+    async def count():
+        for _ in range(60):
+            time.sleep(0.02)
+            await asyncio.sleep(0)
+        return "counted"
+
+    async def lean(policy, row):
+        episode = Episode(row)
+        shared or shared.append(asyncio.create_task(count()))
+        await policy.sample(episode)
+        if row.answer == "1":
+            assert await shared[0] == "counted"
+        return episode
+
+    records = run_episodes(LocalPool(lean, block_file=str(tmp_path / "block")), make_rows("0", "1"))
+    assert [record.failure for record in records] == [None, None] and shared[0].done()
+
+
+def test_a_tool_that_answers_after_its_episode_has_gone_is_passed_over():
+    assert [*EpisodeStates().take(Reply(tools=[(7, 0, b"late")]))] == []
 
 
 async def block(policy, row):

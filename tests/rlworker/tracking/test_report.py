@@ -270,9 +270,17 @@ def test_a_report_is_drawn_anew_at_each_validation_and_its_failure_ends_no_run(f
             points = read_points(read_data((folder / "report.html").read_text()), "heldout")
             assert points[-1] == (step, pytest.approx(0.1 * step))
         (folder / "rollouts").mkdir()
-        (folder / "rollouts" / "step_000001.jsonl").write_text("{")
+        (folder / "rollouts" / "step_000001.jsonl").write_text("{\n")
         log.step(6, {"heldout": 0.5, "time_evaluate": 1.0})
-    assert "WARNING report: it could not be drawn, and the run goes on: JSONDecodeError" in capsys.readouterr().out
+        log.draw_report()
+    assert capsys.readouterr().out.count("WARNING report: it could not be drawn, and the run goes on: JSONDecode") == 2
+
+
+def test_a_sample_may_have_any_character_at_which_a_line_may_end(folder):
+    said = "two\u2028lines\u2029of\x85text"
+    with RunLog(folder, 10, 2, Trackers([], TrackedRun(folder, 2, {}))) as log:
+        log.rollouts(2, [{"prompt": "1+1=", "completion": said, "answer": "2", "reward": 1.0, "version": 3}])
+    assert said in write_report(folder).read_text()
 
 
 def test_the_first_and_the_last_validation_are_shown_by_set_and_source(folder):
