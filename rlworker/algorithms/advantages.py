@@ -267,10 +267,10 @@ def _sum_groups(values: Tensor, group: Tensor) -> Tensor:
 def _centre(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Compute rewards ``[E]`` less the mean of their group, and the size of each group."""
     count = _sum_groups(torch.ones_like(rewards), group)
-    # In float64 n equal rewards have exactly their own value as mean. A rest of rounding would be all that there is of
-    # a deviation, and divided by it.
-    mean = _sum_groups(rewards.double(), group) / count.clamp_min(1)
-    return (rewards - mean[group]).float(), count
+    # By sums of float64 the mean of equal rewards is exactly their value. A rest of rounding would be all that there is
+    # of a deviation, and divided by it.
+    mean = (_sum_groups(rewards.double(), group) / count.clamp_min(1)).float()
+    return rewards - mean[group], count
 
 
 def _normalise_groups(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
