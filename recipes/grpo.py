@@ -11,7 +11,7 @@ from decimal import Context, Decimal
 
 from rlworker import Row, RunConfig, launch, one_turn, parse_config
 
-NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?")
 
 
 def find_answer(text: str, row: Row) -> str:

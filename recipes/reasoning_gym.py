@@ -177,12 +177,13 @@ def write_rows(config: ReasoningConfig) -> ReasoningConfig:
 
 def find_answer(text: str, row: Row) -> str:
     """Find the answer in a text: the content of its last <answer> tags; else its last number where a number is
-    expected, or its last line."""
+    expected, or as many of its last lines as the row's answer has."""
     if (tagged := utils.extract_answer(text)) is not None:
         return tagged
     if NUMBER.fullmatch(row.answer):
-        return (NUMBER.findall(text) or [""])[-1]
-    return text.strip().rpartition("\n")[2].strip()
+        return (NUMBER.findall(text) or [""])[-1].replace(",", "")
+    lines = row.answer.strip().count("\n") + 1
+    return "\n".join(text.strip().split("\n")[-lines:]).strip()
 
 
 def reward(text: str, row: Row) -> float:

@@ -24,7 +24,7 @@ def list_sizes(samples: int) -> list[int]:
 class ValidationConfig:
     """Validation on the held-out rows: samples beside the greedy answers, the best checkpoint, and the early stop."""
 
-    samples: Annotated[int, Ge(0)] = 0
+    samples: Annotated[int, Ge(0), Le(1024)] = 0
     """Number of samples of each held-out prompt, beside its greedy answer. Of them are mean@n, pass@k and maj@k. 0
     takes none."""
     temperature: Annotated[float, Ge(0.01), Le(2)] | None = None

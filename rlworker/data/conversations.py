@@ -13,13 +13,13 @@ from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_after
 from rlworker.data.formats import COMPLETION, check_type, find_format
 from rlworker.data.images import ImageReader
-from rlworker.data.messages import MARKER, VIDEO_MARKER, add_system, flatten_content, render_messages
+from rlworker.data.messages import MARKER, TOOLS, VIDEO_MARKER, add_system, flatten_content, render_messages
 from rlworker.data.rows import check_chat, check_rows
 from rlworker.data.sources import iterate_rows
 from rlworker.data.turns import write_turn
 
-FIELD, TOOLS = "messages", "tools"
-"""Fields of a row with a conversation: its messages, and the JSON schemas of its tools."""
+FIELD = "messages"
+"""Field of a row with the messages of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,11 @@ def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]
             raise ValueError(f'{where}: field "{TOOLS}" must be a list of JSON schemas, got {reprlib.repr(tools)}')
         messages = add_system([message for part in parts for message in part], data.system)
         first = len(messages) - len(parts[-1]) if len(parts) > 1 else 0
+        if not first and messages[0]["role"] == "assistant":
+            raise ValueError(
+                f"{where}: the conversation begins with the assistant, so that there is no prompt before what is "
+                "learned; put a message there, such as by --data.system"
+            )
         yield Conversation(messages, tuple(tools), source, where, first)
 
 
@@ -137,7 +142,7 @@ def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequenc
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.
-        ValueError: the rendered turn would lack a tool call.
+        ValueError: the rendered turn would lack a tool call, or the arguments of one are no JSON.
     """
     messages, tools, written = conversation.messages, conversation.tools, None
     sequences: list[list[Piece]] = []
@@ -150,6 +155,9 @@ def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequenc
             until = render_messages(messages[: number + 1], tokenizer, tools, goes_on=False)
             if not until.startswith(prompt + said):
                 raise ValueError("it renders the start of a message with tool calls in another way than a prompt's end")
+            for call in message["tool_calls"]:
+                if (name := call.get("function", call).get("name", "")) not in said:
+                    raise ValueError(f"it does not write the call of {name!r}, which would not be learned")
         if written is None or not prompt.startswith(written):
             sequences.append([])
             written = ""

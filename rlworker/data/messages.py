@@ -10,6 +10,9 @@ from typing import Any
 MARKER, VIDEO_MARKER = "<image>", "<video>"
 """The markers that stand for an image and a video in the text of a prompt."""
 
+TOOLS = "tools"
+"""Field of a row with the JSON schemas of the tools that its messages may call."""
+
 MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
 """Type of a message's part -> marker in the text."""
 
@@ -89,6 +92,52 @@ def flatten_content(content: Any) -> str | None:
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
+def load_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with the arguments of its tool calls as objects, which chat templates take; they are JSON in
+    OpenAI's form.
+
+    Raises:
+        ValueError: arguments are text that is no JSON.
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+            try:
+                function = {**function, "arguments": json.loads(text)}
+            except ValueError:
+                raise ValueError(f"the arguments of a tool call are no JSON: {text!r:.80}") from None
+            call = {**call, "function": function} if "function" in call else function
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def drop_nulls(row: dict) -> dict:
+    """Return a row without the keys of its messages and tools that have no value: a table gives each the keys of all.
+
+    The content of a message stays, which is null beside tool calls.
+    """
+    return {name: _drop_nulls(value) if _is_chat(name, value) else value for name, value in row.items()}
+
+
+def _is_chat(name: str, value: Any) -> bool:
+    """Tell whether a field has messages or schemas of tools."""
+    return isinstance(value, list) and any(
+        isinstance(each, dict) and (name == TOOLS or "role" in each or "function" in each) for each in value
+    )
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_drop_nulls(each) for each in value]
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if each is not None or (key == "content" and "role" in value)}
+        return {key: _drop_nulls(each) for key, each in kept.items()}
+    return value
+
+
 def render_messages(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence = (), goes_on: bool = True
 ) -> str:
@@ -100,6 +149,8 @@ def render_messages(
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.
+        ValueError: arguments of a tool call are text that is no JSON.
     """
+    messages = [load_arguments(message) for message in messages]
     flat = [{**m, "content": flatten_content(m["content"])} if list_parts(m.get("content")) else m for m in messages]
     return tokenizer.apply_chat_template(flat, tools=[*tools] or None, tokenize=False, add_generation_prompt=goes_on)

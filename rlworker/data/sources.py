@@ -8,6 +8,8 @@ from glob import glob, has_magic
 from itertools import takewhile
 from pathlib import Path
 
+from rlworker.data.messages import drop_nulls
+
 _SAVED = ("dataset_dict.json", "state.json")
 """Files in a folder that ``datasets`` wrote by ``save_to_disk``."""
 
@@ -38,11 +40,13 @@ def iterate_rows(path: str) -> Iterator[tuple[str, dict]]:
     if not path:
         raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")
     if Path(path).is_file() and not path.endswith(".parquet"):
-        yield from _read_lines(path)
-        return
-    from rlworker.data.tables import iterate_tables  # rows of JSONL load nothing of it
+        rows = _read_lines(path)
+    else:
+        from rlworker.data.tables import iterate_tables  # rows of JSONL load nothing of it
 
-    yield from iterate_tables(path, list_files(path))
+        rows = iterate_tables(path, list_files(path))
+    for where, row in rows:
+        yield where, drop_nulls(row)
 
 
 def _read_lines(path: str) -> Iterator[tuple[str, dict]]:

@@ -5,13 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 _BATCH = 100
 """Number of rows that become Python values at a time, since rows may hold images."""
-
-_CHAT_KEYS = {"role", "function"}
-"""A chat message has the key ``role``, a tool's schema the key ``function``."""
 
 
 def iterate_tables(path: str, shards: Sequence[str]) -> Iterator[tuple[str, dict]]:
@@ -33,28 +29,9 @@ def iterate_tables(path: str, shards: Sequence[str]) -> Iterator[tuple[str, dict
 
 
 def _number_rows(path: str, rows: Iterator[dict]) -> Iterator[tuple[str, dict]]:
-    """Iterate over the rows of a table, each after its place.
-
-    Messages and tools come as JSON has them: a table gives each the keys of all, null where there are none.
-    """
+    """Iterate over the rows of a table, each after its place."""
     for number, row in enumerate(rows):
-        plain = {name: _drop_nulls(value) if _is_chat(value) else value for name, value in row.items()}
-        yield f"data: {path}, row {number} (from 0)", plain
-
-
-def _is_chat(value: Any) -> bool:
-    """Return True for a field with messages or tool schemas."""
-    return isinstance(value, list) and any(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value)
-
-
-def _drop_nulls(value: Any) -> Any:
-    """Drop keys without a value at any depth; the content of a message stays, which is null beside calls of tools."""
-    if isinstance(value, list):
-        return [_drop_nulls(each) for each in value]
-    if isinstance(value, dict):
-        kept = {key: each for key, each in value.items() if each is not None or (key == "content" and "role" in value)}
-        return {key: _drop_nulls(each) for key, each in kept.items()}
-    return value
+        yield f"data: {path}, row {number} (from 0)", row
 
 
 def _read_parquet(path: str) -> Iterator[dict]:

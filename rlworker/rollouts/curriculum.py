@@ -162,7 +162,8 @@ class Curriculum:
         if self.fixed_buckets is not None:
             return self.fixed_buckets[rows, None] == numbers
         rates = self.rates[rows, None]
-        return np.isnan(rates) | (np.searchsorted(self.bounds, 1 - rates) == numbers)
+        # A difficulty on a bound is of the bucket below, and 1 - 7 / 10 is above 0.3 by rounding.
+        return np.isnan(rates) | (np.searchsorted(self.bounds, 1 - rates - 1e-9) == numbers)
 
     def _find_next(self, source: int, bucket: int, taken: np.ndarray) -> int:
         """Find the next row of a source and bucket; those left out that come before it are passed over."""

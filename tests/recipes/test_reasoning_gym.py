@@ -76,3 +76,15 @@ def test_the_answer_of_any_task_is_right(tmp_path, task):
         row = Row("", (1,), source["answer"], source)
         assert recipe.reward(f"I think it is <answer>{row.answer}</answer>.", row) == 1
         assert recipe.reward(f"So:\n{row.answer}", row) == 1
+
+
+@pytest.mark.large
+def test_an_answer_may_have_several_lines_and_a_number_its_commas(tmp_path):
+    for task, write in (("mini_sudoku", "So:\n{}"), ("rotate_matrix", "{}"), ("lcm", "It is {:,}.")):
+        draws = ("min_value=1000", "max_value=9999") if task == "lcm" else ()
+        config = replace(recipe.DEFAULT, run_dir=str(tmp_path / task), task=task, train_rows=20, heldout_rows=8)
+        for line in Path(recipe.write_rows(replace(config, difficulty=draws)).data.heldout).open():
+            source = json.loads(line)
+            row = Row("", (1,), source["answer"], source)
+            answer = int(row.answer) if task == "lcm" else row.answer
+            assert recipe.reward(write.format(answer), row) == 1

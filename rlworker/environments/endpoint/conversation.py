@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlworker.data.messages import flatten_content
+from rlworker.data.messages import flatten_content, load_arguments
 from rlworker.environments.codec import get_codec
 from rlworker.environments.endpoint.protocol import CONTEXT_LIMIT, ApiError, Body, ChatBody, TextBody
 from rlworker.environments.episode import Episode
@@ -191,7 +191,11 @@ class Conversation:
             begins = len(known)
         else:
             sampled = self._restore(messages, keys)
-        written, images = _split_images([_load_arguments(message) for message in messages[begins:]])
+        try:
+            loaded = [load_arguments(message) for message in messages[begins:]]
+        except ValueError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from None
+        written, images = _split_images(loaded)
         if tools != episode.tools:
             episode.show_tools(tools, self._parser)
         episode.tool_parser, self._history = parser, None  # none to go on from, where what follows fails
@@ -256,24 +260,6 @@ def _read_call(call: Mapping[str, Any]) -> Any:
         return function.get("name"), json.loads(function["arguments"])
     except (KeyError, TypeError, ValueError):
         return function.get("name"), function.get("arguments")
-
-
-def _load_arguments(message: dict) -> dict:
-    """Return a message with the arguments of its tool calls as objects, which chat templates take; they are JSON in
-    OpenAI's form."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function")
-        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
-            try:
-                call = {**call, "function": {**function, "arguments": json.loads(text)}}
-            except ValueError:
-                where = "messages: the arguments of a tool call are no JSON"
-                raise ApiError(400, f"{where}: {text!r:.80}", param="messages") from None
-        calls.append(call)
-    return {**message, "tool_calls": calls}
 
 
 def _split_images(messages: list[dict]) -> tuple[list[dict], list[bytes]]:

@@ -42,6 +42,31 @@ def test_what_is_learned_is_what_transformers_marks_as_the_assistants(tmp_path, 
     assert sum(want["assistant_masks"]) > 4
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_arguments_in_openais_form_are_learned_as_objects(tmp_path, make_hf_model, is_nested):
+    """There they are JSON, which a template would write as a string."""
+
+    def write(arguments):
+        call = {"name": "look", "arguments": arguments}
+        return [ASK, {"role": "assistant", "content": None, "tool_calls": [{"function": call} if is_nested else call]}]
+
+    tokenizer = make_generation_tokenizer()
+    learned = [
+        learn(tokenizer, tmp_path, make_hf_model, {"messages": write(arguments)})
+        for arguments in ({"place": ["here"]}, '{"place": ["here"]}')
+    ]
+    assert learned[0] == learned[1]
+    with pytest.raises(ValueError, match=r"line 1: .*the arguments of a tool call are no JSON: '{place}'"):
+        learn(tokenizer, tmp_path, make_hf_model, {"messages": write("{place}")})
+
+
+def test_a_call_that_the_template_leaves_out_is_named(tmp_path, make_hf_model):
+    """Else an empty answer would be learned in its place."""
+    with pytest.raises(ValueError, match=r"line 1: .*it does not write the call of "):
+        messages = [message | {"content": message.get("content") or ""} for message in CALLS]
+        learn(make_tokenizer("qwen"), tmp_path, make_hf_model, {"messages": messages, "tools": [TOOL]})
+
+
 def test_a_template_that_drops_thinking_makes_a_sequence_of_each_turn(tmp_path, make_hf_model):
     """The model learns behind what it will see: a turn has its own thinking, those before it theirs no longer."""
     tokenizer = copy(make_tokenizer("qwen"))
@@ -95,7 +120,8 @@ def test_long_conversations_are_an_error_or_left_out(tmp_path, make_hf_model):
         ({"messages": json.dumps(CHAT)}, "must be a list of messages, as in the first row"),
         ({"messages": [*CHAT, {"role": "tool", "content": 42}]}, r"message 6 \(from 0\), of role 'tool'"),
         ({"messages": CHAT, "tools": json.dumps([TOOL])}, 'field "tools" must be a list of JSON schemas'),
-        ({"messages": [SAY | {"content": "\ud83d"}]}, "is no valid Unicode text"),
+        ({"messages": [ASK, SAY | {"content": "\ud83d"}]}, "is no valid Unicode text"),
+        ({"messages": [SAY, ASK, SAY]}, "line 2: the conversation begins with the assistant, .* put a message there"),
         ({"messages": CHAT, "images": ["a.png"]}, "has images or videos, which this model cannot see"),
     ],
 )

@@ -66,7 +66,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
 
 @pytest.mark.parametrize("form", [write, write_parquet, save])
 def test_messages_of_a_table_have_no_keys_that_json_has_not(tmp_path, tokenizer, form):
-    """A table gives every message the keys of all, and every call the arguments of all."""
+    """A table gives every message the keys of all, and every call the arguments of all. So may lines give some null."""
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}{% if m.name is defined %} named {{ m.name }}{% endif %}:"
         "{% if m.content is none %}-{% else %}{{ m.content + '.' }}{% endif %}"
@@ -82,6 +82,11 @@ def test_messages_of_a_table_have_no_keys_that_json_has_not(tmp_path, tokenizer,
     assert [row.prompt for row in rows] == ['user:1+1=.;call:-{"a": 1};', 'u named Bo:1.;call:-{"b": 2};']
     assert [row.source["prompt"] for row in rows] == chats == [list(row.messages) for row in rows]
     assert rows[1].source["tools"] == calls
+    path = form(tmp_path, {"prompt": [USER | {"name": None, "tool_calls": None}], "answer": "2"})
+    assert read_rows(path, tokenizer, data).rows[0].prompt == "user:1+1=.;"
+    flat = [{"tools": [{"name": f"f{i}", "parameters": {"ab"[i]: {"type": "string"}}}]} for i in range(2)]
+    path = form(tmp_path, *({"prompt": [USER], "answer": "2"} | tools for tools in flat))
+    assert [row.source["tools"] for row in read_rows(path, tokenizer, data).rows] == [tools["tools"] for tools in flat]
     said = message_of(check_rows, form(tmp_path, {"prompt": [USER | {"content": None}], "answer": "2"}), data)
     assert "field \"prompt\", message 0 (from 0), of role 'user', must have content of text or parts" in said
 

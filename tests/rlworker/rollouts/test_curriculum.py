@@ -126,6 +126,15 @@ def test_buckets_of_pass_rates_move_their_prompts():
     assert curriculum.measure() == {"curriculum/seen": 1.0} | parts
 
 
+@pytest.mark.parametrize("samples", [10, 12, 20])
+def test_a_difficulty_on_a_bound_is_of_the_bucket_below(samples):
+    """1 less a rate is above the bound by rounding for some: 0.3 and 7 of 10, 0.7 and 14 of 20."""
+    for wrong in range(1, samples):
+        curriculum = make((1,), buckets={wrong / samples: 1.0, 1: 1.0})
+        curriculum.note(0, [[1.0] * (samples - wrong) + [0.0] * wrong] * len(curriculum.pick(0, 1)))
+        assert curriculum._find_members(np.array([0])).tolist() == [[True, False]], wrong
+
+
 def test_a_rollout_has_a_row_twice_only_where_there_are_too_few():
     settings = dict(buckets={0.5: 1.0, 1: 1.0}, pass_rates=(0.2, 0.8))
     curriculum, generator = make((7, 6), **settings), random.Random(0)
