@@ -172,9 +172,9 @@ class MegatronConfig:
         """Tell whether the weights of a part do not change.
 
         Args:
-            is_head: they are of a critic's head, which learns beside adapters.
+            is_head: they are of a critic's head, which is new and always learns.
         """
-        if self.lora.rank:
+        if is_head or self.lora.rank:
             return not is_head
         return part in self.freeze or (part == "router" and "language" in self.freeze)
 
@@ -226,7 +226,7 @@ class MegatronConfig:
                     f"actor: lora.targets names experts at etp={self.etp} and lora.rank={self.lora.rank}, expected "
                     f"etp=1 and a multiple of {unit}; change --actor.etp and --actor.lora.rank"
                 )
-        if not self.lora.rank and all(self.freezes(weight.part) for weight in model.weights.values()):
+        if not self.lora.rank and all(self.freezes(weight.part, weight.is_head) for weight in model.weights.values()):
             raise ValueError("actor: freeze of all parts leaves nothing to learn; leave one out of --actor.freeze")
         if "language" in self.freeze and self.pp > 1:
             raise ValueError(f"actor: freeze=language leaves stages of pp={self.pp} nothing to learn; set --actor.pp 1")

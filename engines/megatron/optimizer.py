@@ -40,8 +40,11 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(settings, [module], use_gloo_process_groups=False)
+    parts = cast(list[DistributedOptimizer], cast(ChainedOptimizer, optimizer).chained_optimizers)
+    # The part of dense weights is a stub where adapters of experts alone learn, on every rank: it has nothing to store.
+    parts[:] = [part for part in parts if not part.is_stub_optimizer]
     if config.optimizer.offload_fraction:
-        for part in cast(list[DistributedOptimizer], cast(ChainedOptimizer, optimizer).chained_optimizers):
+        for part in parts:
             OffloadedOptimizer(part, config.optimizer.offload_fraction)
     # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
     # the first after the decay, so that the last step of a run that decays to 0 still learns.

@@ -19,7 +19,15 @@ class Rotary:
         """Compute ``(cos, sin)``, each ``[kinds, b, s, rotary_dim]``, of positions ``[b, s]``; a kind of layer each.
 
         A model with vision has positions ``[b, s, 3]``: time, height, width. Each frequency is turned by one of them.
+
+        Raises:
+            ValueError: the positions have one axis, and the model has three.
         """
+        if self.axes is not None and position.dim() != 3:
+            raise ValueError(
+                f"rotary: positions of shape {tuple(position.shape)}, expected [b, s, 3]; a batch of this model has "
+                "the columns of make_image_columns, without images too"
+            )
         # [b, s, 1] alike for all frequencies, or [b, s, rotary_dim / 2] with the axis of each.
         coordinate = position[..., None] if self.axes is None else position.index_select(-1, self.axes)
         # [kinds, b, s, rotary_dim / 2], fp32: bf16 skips integers past 256.

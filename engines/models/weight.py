@@ -53,7 +53,7 @@ class Weight:
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
         module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
             folder; empty where it is.
-        is_head: it is of a critic's head, which learns beside adapters too.
+        is_head: it is of a critic's head, which learns where its part is frozen too.
         is_buffer: no gradient reaches it, no optimizer has it, and it is in fp32 at every dtype of the model.
     """
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Request, Sampling
+from engines.images.columns import make_image_columns
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from rlworker.checks.config import BisectConfig, CheckConfig
@@ -107,7 +108,7 @@ def run_bisect(config: BisectConfig, tell: Callable[[str], None]) -> list[Findin
     folder = find_model(config.model)
     check = CheckConfig(folder, platform=config.platform, actor=config.actor, rollout=config.rollout, huggingface=False)
     longest = config.rollout.max_model_len
-    batch = read_rows(config.rows, longest, check.check_model().vocab) if config.rows else None
+    batch = read_rows(config.rows, longest, check.check_model()) if config.rows else None
     with TemporaryDirectory(prefix="rlworker-bisect-") as images:  # HuggingFace reads them when the engines are gone
         with start_engines(check, tell, folder=images) as engines:
             batch = batch or engines.trainer.case.batch
@@ -121,11 +122,11 @@ def run_bisect(config: BisectConfig, tell: Callable[[str], None]) -> list[Findin
         return [trainer.make_finding("layers", where, *result) for where, result in judged.items()]
 
 
-def read_rows(path: str, longest: int, vocab: int) -> TrainBatch:
+def read_rows(path: str, longest: int, model: ModelSpec) -> TrainBatch:
     """Read sequences of a JSONL file: the field ``ids`` of each line.
 
     Args:
-        longest: most ids of a sequence. vocab: number of ids that the model has.
+        longest: most ids of a sequence. model: the model that reads them.
 
     Raises:
         ValueError: the file is none or empty, or a sequence has images, another number of ids, or other ids.
@@ -142,17 +143,18 @@ def read_rows(path: str, longest: int, vocab: int) -> TrainBatch:
                 f"bisect: {path}:{number}: expected 2 to {longest} ids under 'ids', by rollout.max_model_len; "
                 "leave the row out, or raise --rollout.max-model-len"
             )
-        if not 0 <= min(ids) <= max(ids) < vocab:
+        if not 0 <= min(ids) <= max(ids) < model.vocab:
             raise ValueError(
-                f"bisect: {path}:{number}: has ids from {min(ids)} to {max(ids)}, expected 0 to {vocab - 1}; name the "
-                "model that the rows are of"
+                f"bisect: {path}:{number}: has ids from {min(ids)} to {max(ids)}, expected 0 to {model.vocab - 1}; "
+                "name the model that the rows are of"
             )
         if line.get("images"):
             raise ValueError(f"bisect: {path}:{number}: has images; leave out --rows to take the check's own")
         sequences.append(ids)
     if not sequences:
         raise ValueError(f"bisect: --rows {path!r} has no line; leave it out to take the check's own sequences")
-    return TrainBatch.from_ids(sequences, [1] * len(sequences))
+    columns = make_image_columns(sequences, [()] * len(sequences), model.vision) if model.vision else {}
+    return TrainBatch.from_ids(sequences, [1] * len(sequences), **columns)
 
 
 def take_trainer_states(trainer: CheckedTrainer, kind: str, batch: TrainBatch, temperature: float = 1.0) -> States:

@@ -104,6 +104,7 @@ class Vision:
         self.tower = cast(torch.nn.Module, module.vision)
         self.runner: TowerRunner = resolve_name(self.spec.tower.runner)
         self.learns = any(parameter.requires_grad for parameter in self.tower.parameters())
+        self.has_experts = model.experts is not None
 
     def embed(
         self, ids: Tensor, micro: TrainBatch, layout: Layout, inputs: AttentionInputs
@@ -118,6 +119,8 @@ class Vision:
         group = cast(ProcessGroup, mpu.get_tensor_and_context_parallel_group())
         plan = VisionPlan.build(micro, self.spec.merge, group.size())
         if not plan.height:  # every rank knows it
+            if self.has_experts and self.learns and torch.is_grad_enabled() and not embedded.requires_grad:
+                embedded.requires_grad_()  # other replicas have images, and share the exchanges of the backward pass
             return embedded, inputs
         # [ranks, height, levels, h] -> [ranks * height, levels, h], which is how the plan numbers rows.
         features = gather_ranks(self._features(plan, group.rank()), group).flatten(0, 1)

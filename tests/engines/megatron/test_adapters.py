@@ -22,6 +22,7 @@ from support.factors import (
 from support.huggingface import load_folder
 from support.models import make_vlm
 from support.ranks.adapter_cases import (
+    OPTIMIZER,
     compute_peft,
     find_frozen,
     load_peft,
@@ -44,6 +45,7 @@ LORA = {
     "fused": LoraConfig(rank=3, alpha=2.0, targets=("qkv_proj", "down_proj"), scaling="rslora"),
     "attention": LoraConfig(rank=4, alpha=6.0, targets=("attention",)),
     "experts": LoraConfig(rank=4, alpha=6.0, targets=("attention", "experts")),
+    "experts alone": LoraConfig(rank=4, alpha=6.0, targets=("experts",)),
     "sight": LoraConfig(rank=4, alpha=6.0, targets=("attention", "mlp", "vision", "projector")),
     "tower": LoraConfig(rank=4, alpha=6.0, targets=("vision",)),
     "states": LoraConfig(
@@ -218,15 +220,33 @@ def test_a_checkpoint_has_adapters_alone_and_goes_on_at_other_sizes(pool_of, mak
         assert back["norms"] == pytest.approx(whole["norms"][3:], rel=1e-5)
 
 
+@pytest.mark.parametrize("offloads", [0.0, 0.5])
+def test_a_checkpoint_of_adapters_of_experts_alone_goes_on(one_rank, make_hf_model, tmp_path, offloads):
+    """Nothing that every rank has learns, for which Megatron's optimizer has an empty part."""
+    optimizer = replace(OPTIMIZER, offload_fraction=offloads)
+    settings = {"lora": LORA["experts alone"], "optimizer": optimizer}
+
+    def run(source: str, target: str, steps: int) -> dict:
+        (tmp_path / "one").mkdir(exist_ok=True)
+        paths = [name and str(tmp_path / name) for name in (source, target)]
+        (rank,) = one_rank.run(run_steps, draw_address(), make_hf_model("qwen3_moe", True), settings, (*paths, steps))
+        return rank
+
+    whole, first, second = run("", "", 2), run("", "one", 1), run("one", "", 1)
+    assert first["norms"] + second["norms"] == whole["norms"] and min(whole["norms"]) > 0
+    assert all(torch.equal(tensor, whole["adapters"][name]) for name, tensor in second["adapters"].items())
+
+
 @pytest.mark.large
-def test_a_checkpoint_of_adapters_of_experts_goes_on_at_other_sizes(pool_of, make_hf_model, tmp_path):
+@pytest.mark.parametrize("lora", ["experts", "experts alone"])
+def test_a_checkpoint_of_adapters_of_experts_goes_on_at_other_sizes(pool_of, make_hf_model, tmp_path, lora):
     folder = make_hf_model("qwen3_moe", True)
 
     def run(size: str, source: str, target: str, steps: int) -> dict:
         paths = [name and str(tmp_path / name) for name in (source, target)]
         if target:
             (tmp_path / target).mkdir()
-        settings = parse_size(size) | {"lora": LORA["experts"]}
+        settings = parse_size(size) | {"lora": LORA[lora]}
         return pool_of(size).run(run_steps, draw_address(), folder, settings, (*paths, steps))[0]
 
     whole, first = run("one", "", "", 3), run("DP2-EP2", "", "one", 1)

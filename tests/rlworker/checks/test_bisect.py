@@ -1,9 +1,11 @@
 """``rlworker bisect``: the first layer that differs from HuggingFace by more than rounding."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from support.models import make_vlm
 
 from engines.models.spec import ModelSpec
 from rlworker.checks.config import BisectConfig
@@ -35,9 +37,11 @@ def test_a_layer_of_the_trainer_is_named(one_rank, make_hf_model):
 def test_rows_are_read_or_refused_by_line(tmp_path):
     from rlworker.checks.bisect import read_rows, run_bisect
 
-    path = tmp_path / "rows.jsonl"
+    path, text = tmp_path / "rows.jsonl", cast(ModelSpec, SimpleNamespace(vocab=10, vision=None))
     path.write_text('{"ids": [5, 6, 7]}\n{"ids": [8, 9], "row": 3}\n')
-    batch = read_rows(str(path), 8, 10)
+    batch = read_rows(str(path), 8, text)
+    sees = ModelSpec.from_folder(make_vlm(tmp_path / "model", "qwen2_5_vl"))
+    assert read_rows(str(path), 8, sees).positions.tolist() == [[0] * 3, [1] * 3, [0] * 3], "of three axes"
     assert batch.lengths == (2, 1) and batch.inputs.tolist() == [5, 6, 8] and batch.targets.tolist() == [6, 7, 9]
     for line, message in (
         ('{"ids": [5]}', r"rows.jsonl:1: expected 2 to 8 ids under 'ids', by rollout.max_model_len"),
@@ -50,9 +54,9 @@ def test_rows_are_read_or_refused_by_line(tmp_path):
     ):
         path.write_text(line + "\n")
         with pytest.raises(ValueError, match=message):
-            read_rows(str(path), 8, 10)
+            read_rows(str(path), 8, text)
     path.write_text("")
     with pytest.raises(ValueError, match="has no line; leave it out"):
-        read_rows(str(path), 8, 10)
+        read_rows(str(path), 8, text)
     with pytest.raises(ValueError, match=r"expected a model's folder or hf:ORG/NAME, got none; name it after bisect"):
         run_bisect(BisectConfig(), print)

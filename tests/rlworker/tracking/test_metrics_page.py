@@ -92,6 +92,9 @@ class Loop:
         kinds = get_args(FailureKind)
         self.kinds = [cycle([None, *(kinds[:5] if turns > 1 else kinds[5:])]) for _ in range(2)]
 
+    def check_version(self, version):
+        assert version == self.trainer.version
+
     def begin(self, rows, sampling, goes_first=False):
         return rows, sampling
 

@@ -90,7 +90,7 @@ def run_view(rank: int, world: int, address: str, folder: str, settings: dict) -
 
 def run_steps(rank: int, world: int, address: str, folder: str, settings: dict, saved: tuple[str, str, int]) -> dict:
     """Load a checkpoint of the adapters, take steps, save another; an empty name leaves either out."""
-    engine = build_engine(rank, world, address, folder, settings | {"optimizer": OPTIMIZER})
+    engine = build_engine(rank, world, address, folder, {"optimizer": OPTIMIZER} | settings)
     source, target, steps = saved
     _, shard = plan(engine, batch := make_batch())
     if source:

@@ -134,6 +134,21 @@ def test_what_cannot_be_built_is_refused(tmp_path, text, settings):
         MegatronConfig().check_model(shallow)
 
 
+def test_a_critics_head_learns_where_the_language_model_is_frozen(tmp_path):
+    """It is new, and zero: where it stays so, the tower that does learn has no gradient either."""
+    folder, config = make_vlm(tmp_path, "qwen2_5_vl"), MegatronConfig(freeze=("language", "vision", "projector"))
+    config.check_model(critic := ModelSpec.from_folder(folder, head="value"))
+    learned = {
+        n
+        for weight in critic.weights.values()
+        if not config.freezes(weight.part, weight.is_head)
+        for n in weight.tensors
+    }
+    assert learned == {"score.weight", "score.bias"}
+    with pytest.raises(ValueError, match="leaves nothing to learn"):
+        config.check_model(ModelSpec.from_folder(folder))
+
+
 def test_a_text_model_has_no_parts_to_freeze(make_hf_model):
     with pytest.raises(ValueError, match="names parts of models with vision, and this is none; leave"):
         MegatronConfig(freeze=("vision",)).check_model(ModelSpec.from_folder(make_hf_model("qwen2", True)))

@@ -123,6 +123,19 @@ def test_experts(pool_of, images, experts, measured, platform, size, layout):
     check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_vl_moe {layout} {platform}")
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_tower_learns_through_experts_where_some_micro_batches_have_no_image(
+    pool_of, images, experts, measured, recompute
+):
+    """The language model is frozen, and ranks exchange rows of its experts on the way back, all of them or none."""
+    folder, rows = experts[0], ((2,), (), (), ())
+    settings = parse_size("DP2-EP2") | MICRO["split"] | {"freeze": ("language",), "recompute": recompute}
+    ranks = pool_of("DP2-EP2").run(run_vlm_case, draw_address(), folder, images, settings, "cpu", rows)
+    reference = compute_vlm_reference(folder, images, rows)
+    check_vlm_ranks(ranks, reference, measured, f"frozen experts, {recompute}", ("language", "router"))
+
+
 @pytest.fixture(scope="module")
 def states(tmp_path_factory, images):
     """A model of which most layers have a state, and its reference after three steps."""
