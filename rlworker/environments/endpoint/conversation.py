@@ -192,7 +192,7 @@ class Conversation:
         else:
             sampled = self._restore(messages, keys)
         try:
-            loaded = [load_arguments(message) for message in messages[begins:]]
+            loaded = [dict(load_arguments(message)) for message in messages[begins:]]
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
         written, images = _split_images(loaded)
