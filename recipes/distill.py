@@ -2,7 +2,7 @@
 2023, https://arxiv.org/abs/2306.13649). The reward is reported and not learned.
 
     python -m recipes.distill --model STUDENT --algorithm.reference TEACHER
-    python -m recipes.distill --model STUDENT --distill.teachers openai/gsm8k=TEACHER other=TEACHER
+    python -m recipes.distill --model STUDENT --distill.teachers openai/gsm8k TEACHER other TEACHER
     python -m recipes.distill --smoke                  the same recipe, tiny, on a CPU
 """
 

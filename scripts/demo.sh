@@ -23,8 +23,10 @@ else
 fi
 
 case " $* " in
-*" --resume "* | *" --run-dir"* | *" --help "* | *" -h "*) # the arguments say which folder, or none is needed
+*" --run-dir"* | *" --help "* | *" -h "*) # the arguments say which folder, or none is needed
   exec .venv/bin/python -W ignore "${recipe[@]}" "$@" ;;
+*" --resume "*)
+  exec .venv/bin/python -W ignore "${recipe[@]}" --run-dir "$run" "$@" ;;
 esac
 base=$run n=1 # an earlier run keeps its folder; this one takes the next free
 while [ -e "$run/config.json" ]; do

@@ -26,7 +26,7 @@ case $profile in
   npu) folder=.venv-npu ;;
   cuda | npu-device) folder=.venv-$profile ;;
   reasoning)
-    bash "$0" cpu
+    bash scripts/setup.sh cpu
     if .venv/bin/python -m pip show --quiet reasoning-gym 2>/dev/null; then
       exit 0
     fi

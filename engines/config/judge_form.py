@@ -10,8 +10,12 @@ from typing import Any, Literal
 
 from engines.validation import check_types
 
-_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?", re.I)
-"""A number, and what it is out of."""
+_MARKS = re.compile(r"\\boxed|[*_`\[\](){}]")
+"""Marks of Markdown and LaTeX, which may stand between a score and the highest one."""
+_NUMBER = re.compile(
+    r"(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s*(?:points?|stars?)?\s*(?:/|(?:out )?of)\s*\d+(?:\.\d+)?)?", re.I
+)
+"""A score, and where it is written the highest one: 2/10, 2 of 10, 2 points out of 10."""
 _WORD = re.compile(r"\b(yes|true|no|false)\b", re.I)
 
 
@@ -117,7 +121,7 @@ class JudgeForm:
         if self.verdict == "boolean":
             words = _WORD.findall(text)
             return float(words[-1].lower() in ("yes", "true")) if words else None
-        numbers, (low, high) = _NUMBER.findall(text), self.range
+        numbers, (low, high) = _NUMBER.findall(_MARKS.sub(" ", text)), self.range
         if not numbers or not low <= (number := float(numbers[-1])) <= high:
             return None
         return (number - low) / (high - low)

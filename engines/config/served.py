@@ -120,7 +120,12 @@ class ClassifierSpec:
                     f"{section}: tp={config.tp} does not divide the model's {size} {what}; lower --{section}.tp"
                 )
         place = places[config.label] if config.label else 0
-        return cls(str(path.parent), task, place, found["max_position_embeddings"])
+        inner = found | (found.get("text_config") or {})
+        if not (positions := inner.get("max_position_embeddings") or inner.get("n_positions")):
+            raise ValueError(
+                f"{section}: {str(path)!r} has no max_position_embeddings; add the longest sequence's tokens"
+            )
+        return cls(str(path.parent), task, place, positions)
 
     def count_weights(self) -> int:
         """Count the numbers of its weights: by its config.json where its family is known, else by the bytes of its

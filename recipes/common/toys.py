@@ -181,6 +181,7 @@ def run_toy(default: ToyConfig, description: str | None, toy: Toy) -> None:
         launch(replace(config, data=name_data(config)), toy.learn_from)
         return
     if config.smoke:
+        config = replace(config, critic=replace(config.critic, warmup_steps=min(1, config.critic.warmup_steps)))
         config = replace(config, warm_up_steps=5, steps=2, prompts_per_step=8, samples_per_prompt=4, eval_every=0)
         config = replace(config, validation=replace(config.validation, patience=0))
     with graceful_stop() as stop:

@@ -47,7 +47,7 @@ def evaluate(node: ast.expr) -> float:
 async def calculate(expression: str) -> str:
     """Compute an arithmetic expression."""
     try:
-        return f"{evaluate(ast.parse(expression.strip(), mode='eval').body):.12g}"
+        return f"{evaluate(ast.parse(str(expression).strip(), mode='eval').body):.12g}"
     except (ArithmeticError, RecursionError, SyntaxError, ValueError) as error:
         return f"error: {error}"
 

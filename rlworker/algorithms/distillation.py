@@ -78,7 +78,7 @@ def check_teachers(rows: Sequence[Row], run: RunConfig, roles: Mapping[str, obje
     if missing := sorted(source for source in sources if config.name_role(source) not in roles):
         raise ValueError(
             f"distill: rows of {SOURCE} {', '.join(missing[:5])} have no teacher; name one by --distill.teachers "
-            "SOURCE=FOLDER, or one of all other rows by --algorithm.reference"
+            "SOURCE FOLDER, or one of all other rows by --algorithm.reference"
         )
     if idle := sorted(config.teachers.keys() - sources):
         raise ValueError(f"distill: teachers names {', '.join(idle[:5])}, and no row has this {SOURCE}; leave it out")

@@ -225,6 +225,11 @@ class AlgorithmConfig:
                 f"config: critic.train trains a critic, and advantage={parts.advantage!r} does not read its values; "
                 "leave --critic.train out, or set --algorithm.advantage gae"
             )
+        if critic.train and parts.surrogate in _SEQUENCE_RATIO:
+            raise ValueError(
+                f"config: critic.train gives each token an advantage, and surrogate={parts.surrogate!r} has one ratio "
+                "for a whole sequence; leave --critic.train out, or set --algorithm.surrogate ppo"
+            )
         if staleness and self.samples_greedily:
             raise ValueError(
                 f"config: rollout.staleness={staleness} learns from samples of older weights, and the greedy baseline "
@@ -300,8 +305,8 @@ class DistillConfig:
     """Distillation: teachers by the source of the row, and the tokens over which the policy is compared with them."""
 
     teachers: dict[str, str] = field(default_factory=dict)
-    """Teachers of rows by their data_source, each source=FOLDER or source=hf:ORG/NAME. Rows of other sources have the
-    teacher algorithm.reference."""
+    """Teachers of rows by their data_source, each source beside its FOLDER or hf:ORG/NAME: openai/gsm8k FOLDER. Rows of
+    other sources have the teacher algorithm.reference."""
     top_k: Annotated[int, Ge(0)] = 0
     """Number of the policy's likeliest tokens over which each place has its reverse KL to the teacher, with all other
     tokens as one more class. 0 estimates the KL by the sampled token alone."""

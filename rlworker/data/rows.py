@@ -65,12 +65,12 @@ class Rows:
     skipped: int
 
 
-def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingProxyType({})):
+def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingProxyType({}), answers: bool = True):
     """Load the tokenizer that is saved with a model, and set variables of its chat template.
 
     Raises:
-        ValueError: the folder has no readable tokenizer; it has no end-of-sequence token, so that nothing would end an
-            answer; or the chat template does not read a variable.
+        ValueError: the folder has no readable tokenizer; the model ``answers``, and has no end-of-sequence token, so
+            that nothing would end an answer; or the chat template does not read a variable.
     """
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make an empty tokenizer without a word
@@ -86,7 +86,7 @@ def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingP
         tokenizer = Tokenizer.from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ValueError(f"model: the tokenizer in {folder!r} cannot be read ({error}); save it there again") from error
-    if tokenizer.eos_token_id is None:
+    if answers and tokenizer.eos_token_id is None:
         raise ValueError(
             f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set eos_token in its "
             "tokenizer_config.json"

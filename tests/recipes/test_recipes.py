@@ -1,11 +1,13 @@
 """The recipes for real models: each whole and small, and each in full as a plan."""
 
+import asyncio
 import importlib
 import json
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -286,6 +288,22 @@ def test_a_recipe_with_a_teacher_asks_for_one(tmp_path):
 def test_a_recipe_of_another_python_says_how_to_make_it(tmp_path):
     done = run_recipe(VERIFIERS, "--python", tmp_path / "none", "--model", tmp_path)
     assert done.returncode == 1 and "No such file" in done.stderr and "bash scripts/setup.sh verifiers" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"expression": " 6 * 7"}', "42"),
+        ('{"expression": 12}', "12"),
+        ('{"expression": null}', "error: write numbers"),
+    ],
+)
+def test_a_calculator_tells_a_model_about_the_arguments_it_wrote(arguments, said):
+    from recipes.common.agents import _answer
+    from recipes.served.agent_openai import calculate
+
+    call = SimpleNamespace(name="calculate", arguments=arguments)
+    assert asyncio.run(_answer(call, {"calculate": calculate})).startswith(said)
 
 
 def test_dapo_holds_length_against_right_and_wrong_alike():

@@ -102,3 +102,17 @@ def test_the_wheel_has_the_packages_whole(tmp_path):
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     files = [path for package in PACKAGES for path in (tree / package).rglob("*") if path.is_file()]
     assert packed == {str(path.relative_to(tree)) for path in files}
+
+
+@pytest.mark.parametrize(("options", "folder"), [((), "runs/demo_cpu"), (("--real",), "runs/demo_real")])
+def test_a_demo_is_resumed_in_its_own_folder(tmp_path, options, folder):
+    (tmp_path / "scripts").mkdir()
+    copy(ROOT / "scripts" / "demo.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "setup.sh").write_text("")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    command = ["bash", f"{tmp_path.name}/scripts/demo.sh", *options, "--resume", "--steps", "99"]
+    done = subprocess.run(command, cwd=tmp_path.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith(f"--run-dir {folder} --resume --steps 99")

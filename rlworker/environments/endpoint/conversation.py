@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlworker.data.messages import flatten_content, load_arguments
 from rlworker.environments.codec import get_codec
 from rlworker.environments.endpoint.protocol import CONTEXT_LIMIT, ApiError, Body, ChatBody, TextBody
@@ -79,6 +81,7 @@ class Conversation:
         self._open: set[Call] = set()
         self._missed: dict[bytes, list[Turn]] = {}  # turns of calls that nobody heard the answer of
         self._history: list[Any] | str | None = None  # with which a call begins that goes on
+        self._stop = ""  # text of the stop behind a text history, which the episode has and the client's text has not
         self._answers: list[tuple[Any, str, list[int]]] = []  # of each turn: message, raw text, ids
         self._refusal = ""  # why calls are refused
 
@@ -150,7 +153,9 @@ class Conversation:
             raise ApiError(410, self._refusal, "episode_ended") from error
         turn = self._read(sample, body, stops, prompt_ids)
         if isinstance(written, str):
+            (whole,) = get_codec().decode_all([sample.token_ids], False)
             self._history = written + turn.text
+            self._stop = whole[len(turn.text) :] if whole.startswith(turn.text) else ""
         elif written is not None:
             calls = [{"function": {"name": name, "arguments": text}} for _, name, text in turn.calls]
             message = _key({"role": "assistant", "content": turn.text, "tool_calls": calls})
@@ -161,7 +166,13 @@ class Conversation:
 
     def _read(self, sample: Sample, body: Body, stops: tuple[int, ...], prompt_ids: int | list[int]) -> Turn:
         codec, number, ids, text = get_codec(), self.episode.turns - 1, sample.token_ids, sample.text
-        tokens = tuple(codec.decode_all([*ids[:, None]], False)) if sample.logprobs is not None else ()
+        tokens: tuple[str, ...] = ()
+        if sample.logprobs is not None:
+            alone = codec.decode_all([*ids[:, None]], False)
+            # Behind the one before it, since tokenizers such as Llama's drop the space that a text begins with.
+            pairs = codec.decode_all([*np.stack([ids[:-1], ids[1:]], axis=1)], False)
+            later = zip(pairs, alone, alone[1:])  # parts of a character are no text
+            tokens = (*alone[:1], *((p.startswith(last) and p[len(last) :]) or own for p, last, own in later))
         if len(ids) and ids[-1] in (*codec.stop_token_ids, *stops):
             text = codec.decode(ids[:-1])  # also of an end that is no special token
         if not sample.calls:
@@ -230,8 +241,8 @@ class Conversation:
             elif episode.turns or prompt != known:
                 episode.fork(prompt)
             return None
-        if isinstance(history, str) and prompt.startswith(history):
-            episode.observe(prompt[len(history) :])
+        if isinstance(history, str) and prompt.startswith(history) and prompt != history:
+            episode.observe(prompt[len(history) :].removeprefix(self._stop))
         elif not self._is_new or prompt != episode.row.prompt:
             episode.fork(prompt)
         return prompt

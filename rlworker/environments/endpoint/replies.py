@@ -101,10 +101,10 @@ def _list_logprobs(body: Body, turn: Turn) -> dict[str, Any] | None:
         return None
     numbers = values.tolist()
     if isinstance(body, ChatBody):
-        content = [
-            {"token": text, "logprob": number, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, number in zip(turn.tokens, numbers, strict=True)
-        ]
+        content = []
+        for text, number in zip(turn.tokens, numbers, strict=True):
+            whole = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
+            content.append({"token": text, "logprob": number, "bytes": whole, "top_logprobs": []})
         return {"content": content, "refusal": None}
     starts = [0]
     for text in turn.tokens[:-1]:

@@ -65,7 +65,7 @@ def _bind(tool: Tool, arguments: Mapping[str, Any]) -> tuple[list, dict[str, Any
     return places, names
 
 
-async def _call_within(tool: Callable[..., Any], *places: Any, **names: Any) -> Any:
+async def _call_within(tool: Callable[..., Any], /, *places: Any, **names: Any) -> Any:
     """Call an async tool in the environment; what it raises is its failure, but for the limits of the episode."""
     try:
         return await tool(*places, **names)

@@ -26,7 +26,7 @@ class Classifier:
 
     def __init__(self, name: str, spec: ClassifierSpec, max_model_len: int, compute_logits: LogitsFn):
         self.name, self._spec, self._room, self._compute_logits = name, spec, max_model_len, compute_logits
-        self._tokenizer: Any = load_tokenizer(spec.folder)
+        self._tokenizer: Any = load_tokenizer(spec.folder, answers=False)
 
     def answer(self, contents: Sequence[Any], seed: int) -> list[Verdict]:
         """Answer questions, in order, each a text or chat messages; ``seed`` is of judges."""
@@ -42,7 +42,7 @@ class Classifier:
 
     def _encode(self, content: Any) -> list[int]:
         if isinstance(content, str):
-            (ids,) = encode_prompts(self._tokenizer, [content], [True])
+            ids = self._tokenizer(content)["input_ids"]  # with the special tokens at both ends, as it was trained
         elif isinstance(content, Sequence):
             if not self._tokenizer.chat_template:
                 raise ValueError("its tokenizer has no chat template; give it a text")

@@ -79,7 +79,7 @@ def check_served(config: RunConfig, find: FindModel) -> dict[str, ServedModel]:
             folder = find(own.model)
             spec = read_shape(folder, name, own)
             list_model_files(folder)
-            load_tokenizer(folder)
+            load_tokenizer(folder, answers=own.kind == "judge")
             served[name] = ServedModel(name, own, spec, JudgeForm.read(own.template) if own.template else None)
             form, longest = served[name].form, min(own.max_model_len, spec.max_positions)
             if form and form.answer_tokens >= longest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -95,7 +96,12 @@ class QuestionQueue:
             has = f"has {', '.join(self.groups)}" if self.groups else "has none"
             error = f"no model is called {question.model!r}, the run {has}; set --models.{question.model}.model"
             return self._done.append((*place, Verdict(error=error)))
-        key = batch.number, question.model, json.dumps(question.content, sort_keys=True, default=repr)
+        try:  # a whole pickle, since the repr of a large array leaves most of it out
+            text = json.dumps(question.content, sort_keys=True, default=lambda each: pickle.dumps(each).hex())
+        except (TypeError, ValueError, RecursionError) as error:
+            found = f"a question to {question.model!r} is compared as JSON: {error}; give texts, numbers and lists"
+            return self._done.append((*place, Verdict(error=found)))
+        key = batch.number, question.model, text
         if key in self._known:
             return self._done.append((*place, self._known[key]))
         if key not in self._asked:

@@ -55,6 +55,18 @@ def test_it_runs_and_sums_itself_up(cluster, tmp_path):
         prepare(replace(config, seed=7), ADDITION)
 
 
+def test_a_demo_with_a_critic_can_be_made_small(monkeypatch):
+    from recipes.common import toys
+    from recipes.demos import ppo
+
+    made = []
+    monkeypatch.setattr(sys, "argv", ["ppo", "--smoke"])
+    monkeypatch.setattr(toys, "prepare", lambda config, toy: (config, None))
+    monkeypatch.setattr(toys, "train_toy", lambda config, *_: made.append((config.steps, config.critic.warmup_steps)))
+    toys.run_toy(ppo.DEFAULT, "", ppo.demo_cpu.ADDITION)
+    assert made == [(2, 1)], "the critic leaves the actor a step"
+
+
 VLM, VLM_NPU = ["--actor.layout", "bshd", "--shuffle-rewards"], ["--actor.tp", "2", "--platform", "npu-emulated"]
 PPO = ["--critic.warmup-steps", "1", *VLM]
 

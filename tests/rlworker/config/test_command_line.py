@@ -46,6 +46,14 @@ def test_an_option_changes_its_key_alone():
     assert changed == {"actor.optimizer.lr_scheduler": "linear", "checkpoint.keep_best": False}
 
 
+def test_teachers_are_named_as_the_recipe_names_them():
+    from recipes import distill
+
+    (line,) = (line for line in distill.__doc__.splitlines() if "--distill.teachers" in line)
+    said, config = parse(distill.DEFAULT, *line.split()[3:])
+    assert said == "" and config.distill.teachers == {"openai/gsm8k": "TEACHER", "other": "TEACHER"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [

@@ -132,6 +132,13 @@ def test_engines_that_take_turns_with_the_trainers_need_no_devices():
     ("settings", "message"),
     [
         (dict(critic=CriticConfig(train=True, warmup_steps=100)), "leaves the actor none of steps=100"),
+        (
+            dict(
+                critic=CriticConfig(train=True),
+                algorithm=AlgorithmConfig(surrogate="gspo", aggregation="sequence_mean"),
+            ),
+            "surrogate='gspo' has one ratio for a whole sequence",
+        ),
         (dict(algorithm=AlgorithmConfig(dynamic_sampling=1), samples_per_prompt=1), "needs samples that can differ"),
         (dict(placement=PlacementConfig(("critic",))), "which this run does not have"),
         (dict(placement=PlacementConfig(cpu_offload=("reference",))), r"placement.cpu_offload names \['reference'\]"),

@@ -29,6 +29,10 @@ def take_names(*, limit_s, memory_mb=5, keywords=6):
     return limit_s, memory_mb, keywords
 
 
+async def dispatch(tool, query):
+    return f"{tool}: {query}"
+
+
 def tick():
     yield 1
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.environments import runners
 from support.environments.agents import (
     ASK,
     PATIENT,
@@ -16,8 +18,16 @@ from support.environments.agents import (
     tell_chat,
 )
 from support.environments.chat import QWEN3
+from support.environments.runners import EOS
+from support.environments.tokenizers import make_tokenizer
 
+from engines.batch.samples import Completion
 from rlworker.environments import Episode
+from rlworker.environments.codec import Codec
+from rlworker.environments.endpoint import conversation
+from rlworker.environments.endpoint.protocol import ChatBody, TextBody
+from rlworker.environments.endpoint.replies import complete
+from rlworker.environments.record import Sample
 
 CHAT = [ASK, {"role": "user", "content": "Sure?"}, {"role": "user", "content": "ok"}]
 START, GO_ON = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -239,6 +249,48 @@ def test_text_completions_go_on_by_text_or_by_ids():
             first,
             [(-1, "another"), (3, "~3<eos>")],
         ]
+
+
+def test_a_text_that_goes_on_behind_its_stop_has_the_stop_once():
+    async def agent(client, endpoint):
+        prompt = "Q:"
+        for _ in range(2):
+            reply = await client.completions.create(model="", prompt=prompt, stop=[";"])
+            prompt += reply.choices[0].text + ";A:"
+
+    (record,) = play(agent, say=lambda ids, number: f"{number};")
+    assert tell_chat(record) == [[(-1, "Q:"), (0, "~0;"), (-1, "A:"), (1, "~1;")]]
+
+
+def test_a_choice_behind_an_empty_one_has_the_same_context(monkeypatch):
+    empty = Completion(np.asarray([EOS], np.int32), -np.ones(1, np.float32), True, ((0, 1),))
+    monkeypatch.setattr(runners, "make_sample", lambda text: empty)
+
+    async def agent(client, endpoint):
+        reply = await client.completions.create(model="", prompt="Q:", n=2)
+        assert [choice.text for choice in reply.choices] == ["", ""]
+
+    (record,) = play(agent)
+    assert tell_chat(record) == [[(-1, "Q:"), (0, "<eos>")], [(-1, "Q:"), (1, "<eos>")]]
+
+
+@pytest.mark.parametrize("kind", ["llama2", "mistral", "qwen"])
+def test_tokens_of_logprobs_join_to_the_text_that_was_sampled(kind, monkeypatch):
+    tokenizer = make_tokenizer(kind)
+    codec, text = Codec(tokenizer, (tokenizer.eos_token_id,)), "is the answer \u2603"
+    monkeypatch.setattr(conversation, "get_codec", lambda: codec)
+    ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"])
+    sample = Sample(text, ids, True, logprobs=-np.ones(len(ids)))
+    choices = []
+    for body in (ChatBody(messages=[ASK], logprobs=True), TextBody(prompt="x", logprobs=0)):
+        turn = conversation.Conversation._read(SimpleNamespace(episode=SimpleNamespace(turns=1)), sample, body, (), 3)
+        choices += complete(body, [turn], "1-a")["choices"]
+    told, tokens = choices[0]["logprobs"]["content"], choices[1]["logprobs"]["tokens"]
+    assert tokens[: len(tokens) - 3] == [each["token"] for each in told][:-3] and tokens[-3:] == ["\ufffd"] * 3
+    assert "".join(tokens[:-3]) == text[:-1], "the last three are bytes of one character"
+    assert [each["bytes"] for each in told][-4:] == [[*tokens[-4].encode()], None, None, None]
+    starts = choices[1]["logprobs"]["text_offset"]
+    assert [text[start : start + len(token)] for start, token in zip(starts, tokens[:-3])] == tokens[:-3]
 
 
 def test_calls_at_once_are_answered_in_their_order():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.models import write_config
+from tokenizers.processors import TemplateProcessing
 
 from engines.batch.samples import Completion
 from engines.config import ServedModelConfig
@@ -35,6 +37,13 @@ def read(tmp_path):
         ("Score: 7/10", 6 / 9),
         ("7 out of 10.", 6 / 9),
         ("Between 3 and 4: 4.5", 3.5 / 9),
+        ("**2**/10", 1 / 9),
+        ("[[2]]/10", 1 / 9),
+        ("\\boxed{2} / 10", 1 / 9),
+        ("2 (out of 10)", 1 / 9),
+        ("2 points out of 10", 1 / 9),
+        ("2 of 10", 1 / 9),
+        ("Score: .5", None),
         ("10", 1.0),
         ("11", None),
         ("It is -3", None),
@@ -167,6 +176,7 @@ CLASSIFIER = {
         ({"architectures": ["LlamaForCausalLM"]}, {}, "'LlamaForCausalLM', expected one that ends in ForSequence"),
         ({}, {"label": "good", "tp": 3}, "tp=3 does not divide the model's 4 attention heads"),
         ({}, {"label": "good", "tp": 4}, "tp=4 does not divide the model's 6 ffn size"),
+        ({"max_position_embeddings": None}, {"label": "good"}, "has no max_position_embeddings"),
     ],
 )
 def test_a_folder_that_is_no_such_classifier_is_refused(tmp_path, changes, settings, named):
@@ -180,6 +190,25 @@ def test_a_classifier_knows_the_place_of_its_label(tmp_path):
     folder = write_config(tmp_path, CLASSIFIER)
     spec = ClassifierSpec.from_folder(folder, "rm", ServedModelConfig(folder, "classifier", label="good"))
     assert (spec.task, spec.place, spec.max_positions) == ("classify", 1, 64)
+    folder = write_config(tmp_path, CLASSIFIER, max_position_embeddings=None, n_positions=32)  # as GPT-2 calls it
+    assert ClassifierSpec.from_folder(folder, "rm", ServedModelConfig(folder, "classifier", label="good")) == replace(
+        spec, max_positions=32
+    )
+
+
+def test_a_text_goes_to_a_classifier_as_its_tokenizer_writes_it(tmp_path):
+    from rlworker.rollouts.scoring.classifier import Classifier
+
+    tokenizer, asked = make_tokenizer(None), []
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="7 $A 8", special_tokens=[("7", 5), ("8", 6)]
+    )
+    tokenizer.eos_token = None  # BERT has none
+    tokenizer.save_pretrained(tmp_path)
+    compute = lambda prompts: asked.extend(prompts) or [np.ones((len(ids), 2)) for ids in prompts]  # noqa: E731
+    classifier = Classifier("rm", ClassifierSpec(str(tmp_path), "classify", 1, 64), 64, compute)
+    assert [verdict.value for verdict in classifier.answer(["1+2"], 0)] == [1.0]
+    assert asked == [[5, *tokenizer("1+2", add_special_tokens=False)["input_ids"], 6]]
 
 
 def test_a_command_line_names_models():

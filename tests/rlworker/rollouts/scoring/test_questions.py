@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
+import numpy as np
 import pytest
 from support.environments.runners import LocalPool, make_rows, run_episodes
 
@@ -133,6 +134,23 @@ def test_a_question_without_a_verdict_fails_its_episode_unless_it_is_caught():
     assert [one.failure[0] for one in (name, empty)] == ["no_verdict"] * 2 and name.reward == empty.reward == -1.0
     assert "no model is called 'none', the run has one; set --models.none.model" in name.failure[1]
     assert "nothing to judge" in empty.failure[1]
+
+
+async def ask_of_values(policy, row):
+    """Ask about an array, or by keys that JSON cannot sort."""
+    episode, values = Episode(row), np.zeros(5000)
+    values[2500] = row.prompt == "b"
+    await policy.sample(episode)
+    asked = {"counts": {1: "x", "all": 3}} if row.prompt == "keys" else {"values": values}
+    episode.reward((await policy.judge("one", text="long", **asked)).value)
+    return episode
+
+
+def test_questions_are_equal_by_their_whole_values():
+    model = Model()
+    *equal, keys = run_episodes(LocalPool(ask_of_values), make_rows("a", "b", "a", "keys"), served={"one": model})
+    assert [one.reward for one in equal] == [0.4] * 3 and len(model.asked[0][1]) == 2
+    assert keys.failure[0] == "no_verdict" and "a question to 'one' is compared as JSON" in keys.failure[1]
 
 
 async def give_up(policy, row):
