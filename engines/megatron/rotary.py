@@ -48,4 +48,4 @@ def _compute_frequencies(model: ModelSpec, rope: dict, device: torch.device) -> 
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    return ROPE_INIT_FUNCTIONS[kind](AutoConfig.from_pretrained(model.folder), device)
+    return ROPE_INIT_FUNCTIONS[kind](AutoConfig.from_pretrained(model.folder).get_text_config(), device)

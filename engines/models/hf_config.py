@@ -52,6 +52,7 @@ _TYPES: dict[str, Any] = {
     "rope_scaling": dict[str, Any] | None,
     "use_sliding_window": bool,
     "sliding_window": int | None,
+    "query_pre_attn_scalar": float,
     "max_window_layers": int,
     "architectures": list[str] | None,
     "dtype": _DTYPE,

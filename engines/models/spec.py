@@ -70,7 +70,7 @@ class ModelSpec(DecoderSizes):
         config = family.defaults | config
         check_keys(config, path, family)
         refuse_unsupported(config, path, family, head)
-        heads = config["num_attention_heads"]
+        heads, head_dim = config["num_attention_heads"], read_head_dim(config, path, family)
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise ValueError(
@@ -85,7 +85,7 @@ class ModelSpec(DecoderSizes):
             ffn=config["intermediate_size"],
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=read_head_dim(config, path, family),
+            head_dim=head_dim,
             vocab=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
             tied=config.get("tie_word_embeddings", False) and head == "language",

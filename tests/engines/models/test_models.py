@@ -60,6 +60,8 @@ def test_configs_of_older_transformers_mean_the_same(make_hf_model, tmp_path):
     spec = read_config(tmp_path, folder, **window)
     assert spec.rules == (CAUSAL, CAUSAL, CAUSAL, Rule(window=4))
     assert read_config(tmp_path, folder, **window | {"use_sliding_window": False}).rules == (CAUSAL,)
+    left_out = read_config(tmp_path, folder, **window | {"sliding_window": ...})
+    assert left_out.rules[3] == Rule(window=4096), "transformers' own"
     both = old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     assert read_config(tmp_path, folder, **both).ropes[0]["rope_type"] == "linear"
 

@@ -117,13 +117,14 @@ def test_flops_by_hand(tmp_path):
         ({"layer_types": ["linear_attention"] * 3}, "3 layer_types, expected one for each of its 32 layers"),
         ({"layer_types": ["linear_attention"] * 32}, "layer_types of linear_attention alone, expected full_att"),
         ({"layer_types": ["sliding_attention"] * 32}, r"layer_types .* expected a list .*'full_attention', 'linear_"),
+        ({"head_dim": None}, "has head_dim null, expected a whole number"),
         ({"attn_output_gate": False}, "attn_output_gate False, expected True, as transformers computes"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid', expected 'silu' or 'swish', as transformers"),
         ({"attention_bias": True}, "sets attention_bias, which the engine does not build"),
         ({"rope_parameters": {"partial_rotary_factor": 0.255}}, "partial_rotary_factor 0.255, expected a number"),
         ({"architectures": ["Qwen3ForCausalLM"]}, r"expected \['Qwen3_5ForCausalLM'\]"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_what_is_not_built_is_named(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):

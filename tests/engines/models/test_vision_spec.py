@@ -15,6 +15,7 @@ from support.models import make_vlm, read_config, write_config
 from support.ranks.vlm_cases import QWEN2_5_VL_7B, name_part
 
 from engines.images.processor import ImageProcessor
+from engines.megatron.rotary import Rotary
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from rlworker.checks.tiny.models import make_tiny_model
@@ -141,6 +142,55 @@ def test_rotary_bases_that_a_config_leaves_out_are_those_of_transformers(tmp_pat
     spec = read_config(tmp_path, make_tiny_model(tmp_path, "gemma3"), **{"text_config.rope_parameters": bare})
     bases = [rope["rope_theta"] for rope in spec.ropes]
     assert bases == [expected[kind]["rope_theta"] for kind in bare]
+
+
+def test_scaling_beside_the_rotary_settings_of_each_kind_is_of_full_attention(tmp_path):
+    """As transformers has it, where a folder that it saved gets the block that every guide shows."""
+    from transformers import AutoConfig
+
+    bare = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
+    changes = {"text_config.rope_parameters": bare, "text_config.rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    spec = read_config(tmp_path, make_tiny_model(tmp_path, "gemma3"), **changes)
+    expected = AutoConfig.from_pretrained(spec.folder).text_config.rope_parameters
+    assert [rope.get("factor") for rope in spec.ropes] == [expected[kind].get("factor") for kind in bare] == [None, 4.0]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_rotary_base_and_a_window_that_a_config_leaves_out_are_those_of_transformers(tmp_path, family):
+    from transformers import AutoConfig
+
+    folder = make_vlm(tmp_path, family)
+    rope = json.loads(Path(folder, "config.json").read_text())["text_config"]["rope_parameters"]
+    left_out = dict.fromkeys(("rope_theta", "sliding_window", "max_window_layers"), ...)
+    left_out["rope_parameters"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    changes = {f"text_config.{key}": value for key, value in left_out.items()}
+    if windows := not family.startswith("qwen3"):
+        changes |= {"text_config.use_sliding_window": True, "text_config.layer_types": ...}
+    spec = read_config(tmp_path, folder, **changes)
+    expected = AutoConfig.from_pretrained(spec.folder).text_config
+    assert [each["rope_theta"] for each in spec.ropes] == [expected.rope_parameters["rope_theta"]]
+    if windows:
+        assert {rule.window for rule in spec.rules} == {None} and {*expected.layer_types} == {"full_attention"}
+        low = read_config(tmp_path, spec.folder, **{"text_config.max_window_layers": 0})
+        assert {rule.window for rule in low.rules} == {expected.sliding_window}
+
+
+def test_a_window_that_transformers_does_not_have_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="sets use_sliding_window, which the engine does not build"):
+        read_config(tmp_path, make_vlm(tmp_path, "qwen3_vl"), **{"text_config.use_sliding_window": True})
+
+
+def test_a_scaled_rotation_beside_a_tower_is_that_of_the_language_model(tmp_path):
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = make_vlm(tmp_path, "internvl")
+    spec = read_config(tmp_path, folder, **{"text_config.rope_parameters": yarn})
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(spec.folder).text_config, "cpu")
+    rotary = Rotary(spec, torch.device("cpu"))
+    assert torch.equal(rotary.inverse_frequency.flatten(), frequencies)
+    assert rotary.scale.item() == pytest.approx(scale)
 
 
 def test_pan_and_scan_is_refused_by_name(tmp_path):

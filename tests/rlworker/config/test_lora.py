@@ -139,6 +139,11 @@ def change_config(**changes):
         (change_config(lora_alpha=1), "has lora_alpha 1, expected 32.0; change --actor.lora.alpha"),
         (change_config(use_rslora=True), "has use_rslora True, expected False; change --actor.lora.scaling"),
         (change_config(use_dora=True), "has use_dora True, which the engine does not compute; merge the adapters"),
+        (change_config(init_lora_weights="gaussian"), ""),
+        (
+            change_config(init_lora_weights="pissa_niter_4"),
+            "has init_lora_weights 'pissa_niter_4', which the engine does not compute",
+        ),
         (change_config(bias="all"), "has bias 'all', which the engine does not compute"),
         (change_config(modules_to_save=["lm_head"]), r"has modules_to_save \['lm_head'\], which"),
     ],

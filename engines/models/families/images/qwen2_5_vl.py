@@ -28,6 +28,7 @@ FAMILY = replace(
     QWEN2,
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
+    defaults={"rope_theta": 1e6, "sliding_window": 4096, "max_window_layers": 80},  # Qwen2_5_VLTextConfig's
     renamed={"model.language_model.": "model.", "model.visual.": "visual."},
     extract_language=extract_text,
     tower=Tower(

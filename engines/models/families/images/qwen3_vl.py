@@ -47,6 +47,8 @@ FAMILY = replace(
     QWEN3,
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
+    refused=(*QWEN3.refused, "use_sliding_window"),  # transformers has no window in this model
+    defaults={"rope_theta": 5e5},  # Qwen3VLTextConfig's
     prefix="model.language_model.",
     extract_language=extract_text,
     tower=TOWER,

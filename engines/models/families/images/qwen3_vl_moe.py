@@ -35,8 +35,6 @@ FAMILY = replace(
     model_type="qwen3_vl_moe",
     architecture="Qwen3VLMoeForConditionalGeneration",
     needed=(*QWEN3_VL.needed, *NEEDED_OF_EXPERTS),
-    # transformers and vLLM have no window in this model.
-    refused=(*QWEN3_VL.refused, "use_sliding_window"),
     read_layers=read_layers,
     tower=replace(
         TOWER,

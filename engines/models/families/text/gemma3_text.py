@@ -72,7 +72,7 @@ def _read_ropes(config: dict, path: Path) -> tuple[dict, dict]:
     if set(nested) - set(_KINDS) or not all(isinstance(rope, dict) for rope in nested.values()):
         raise ValueError(f"model: {path} has rope_parameters {nested}, expected an object for each of {list(_KINDS)}")
     local = {"rope_theta": config.get("rope_local_base_freq", _LOCAL_THETA)} | (nested.get(_KINDS[0]) or {})
-    full = {"rope_theta": config.get("rope_theta", _THETA)} | (nested.get(_KINDS[1]) or scaling)
+    full = {"rope_theta": config.get("rope_theta", _THETA)} | (nested.get(_KINDS[1]) or {}) | scaling
     ropes = check_rope(local, config, path), check_rope(full, config, path)
     if others := {rope["rope_type"] for rope in ropes} - {"default", "linear"}:
         raise ValueError(f"model: {path} has rope_type {others.pop()!r}, expected 'default' or 'linear'")

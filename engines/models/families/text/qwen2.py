@@ -15,5 +15,6 @@ FAMILY = Family(
     needed=(*NEEDED, "num_key_value_heads"),
     refused=("attention_bias", "mlp_bias", "qk_norm", "dual_chunk_attention_config", "quantization_config"),
     read_layers=read_layers,
+    defaults={"sliding_window": 4096},  # Qwen2Config's
     own_head_dim=False,
 )

@@ -15,4 +15,5 @@ FAMILY = Family(
     needed=(*NEEDED, "num_key_value_heads", "head_dim"),
     refused=("attention_bias", "mlp_bias", "dual_chunk_attention_config", "quantization_config"),
     read_layers=read_layers,
+    defaults={"sliding_window": 4096},  # Qwen3Config's
 )
