@@ -3,7 +3,9 @@
 import argparse
 import importlib.util
 import json
+import os
 import runpy
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -174,16 +176,26 @@ def main() -> None:
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     own = partial(parse_config, args=arguments, prog=f"rlworker {command}")
     try:
-        if command in ("evaluate", "plan", "replay") and not {"-h", "--help"} & set(arguments[:1]):
-            commands[command](tuple(arguments))  # its settings are those of what it names first
-        elif command == "bisect":
-            bisect(own(BisectConfig(), (bisect.__doc__ or "").partition("\n")[0]))
-        elif command == "check":
-            check(own(CheckConfig(), (check.__doc__ or "").partition("\n")[0]))
-        else:
-            tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
+        try:
+            if command in ("evaluate", "plan", "replay") and not {"-h", "--help"} & set(arguments[:1]):
+                commands[command](tuple(arguments))  # its settings are those of what it names first
+            elif command == "bisect":
+                bisect(own(BisectConfig(), (bisect.__doc__ or "").partition("\n")[0]))
+            elif command == "check":
+                check(own(CheckConfig(), (check.__doc__ or "").partition("\n")[0]))
+            else:
+                tyro.extras.subcommand_cli_from_dict(commands, prog="rlworker", description="RL post-training.")
+        finally:
+            sys.stdout.flush()
     except (ValueError, RunError) as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):  # it has its reader: another pipe broke
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest once more as it ends
+        sys.exit(1)
 
 
 if __name__ == "__main__":

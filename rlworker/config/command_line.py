@@ -44,6 +44,11 @@ def parse_config(
         from rlworker.config.help.other_names import refuse_other_names
 
         refuse_other_names(unknown, own)
+    if ("--evaluate", "evaluate") in unknown and isinstance(default, TrainingConfig):
+        sys.exit(
+            "error: --evaluate: a recipe of supervised training has no reward to evaluate by; evaluate its checkpoint "
+            "by an RL recipe, such as recipes.grpo"
+        )
     args = _spell_options(args, switches)
     if isinstance(default, TrainingConfig):
         default = _fit_default(default, args)

@@ -71,8 +71,13 @@ def plan_recipe(
 
     Raises:
         RunError: a rank failed in shapes.
-        ValueError: the recipe is missing, the settings do not fit each other or the models, or no forecast is known.
+        ValueError: the recipe is missing, the settings do not fit each other or the models, the memory is no size, or
+            no forecast is known.
     """
+    if not memory_gb >= 0:  # NaN too
+        raise ValueError(
+            f"plan: --memory-gb is {memory_gb:g}, expected the GB of a device; leave it out to plan for this machine"
+        )
     default = _import_default(recipe)
     config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
     if not config.model:

@@ -1,5 +1,6 @@
 """What ``rlworker plan`` says, against numbers worked by hand."""
 
+import math
 import re
 import sys
 from dataclasses import replace
@@ -341,3 +342,9 @@ def test_what_is_wrong_with_a_recipes_file_is_said_in_a_line(tmp_path, forgotten
 def test_what_is_no_recipe_is_said_in_a_line(recipe):
     with pytest.raises(ValueError, match=r"^plan: .*such as .*$"):
         plan_recipe(recipe, [], 0.0)
+
+
+@pytest.mark.parametrize("size", [math.nan, -1.0])
+def test_a_memory_that_is_no_size_is_refused(size):
+    with pytest.raises(ValueError, match=rf"^plan: --memory-gb is {size:g}, expected the GB of a device; leave it out"):
+        plan_recipe("recipes.grpo", [], size)

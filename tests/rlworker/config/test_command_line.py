@@ -167,3 +167,8 @@ def test_a_key_of_a_recipes_own_means_what_it_says():
     assert (said, config.save_every, config.multiple, config.checkpoint.save_every) == ("", 7, 5, 0)
     said, _ = parse(OwnConfig(), "--multiple", "1")
     assert "config: multiple must be at least 2, got 1; change --multiple" in said
+
+
+def test_a_supervised_recipe_that_is_to_evaluate_names_another():
+    said, _ = parse(SftConfig(), "--model", "folder", "--evaluate")
+    assert "has no reward to evaluate by; evaluate its checkpoint by an RL recipe, such as recipes.grpo" in said

@@ -1,9 +1,11 @@
 import json
+import os
 import runpy
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.program import run_program
@@ -56,3 +58,25 @@ def test_the_installed_command_ends_with_a_message(tmp_path):
 def test_python_runs_the_package_as_the_command(tmp_path):
     done = run_program(partial(runpy.run_module, "rlworker", run_name="__main__"), "report", tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("error: report: ") and "is not a run folder" in done.stderr
+
+
+@pytest.mark.parametrize("size", [10, 10**6])
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(monkeypatch, size):
+    """As head does: what is printed may be held back until the end, or fail at once."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr("rlworker.tracking.report.page.write_report", lambda run: "x" * size)
+    monkeypatch.setattr(sys, "argv", ["rlworker", "report", "run"])
+    with open(writing, "w") as output, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", output)
+        main()
+    assert ended.value.code == 1
+
+
+def test_a_pipe_of_another_that_breaks_is_an_error_of_its_own(monkeypatch):
+    reading, writing = os.pipe()
+    monkeypatch.setattr("rlworker.tracking.report.page.write_report", Mock(side_effect=BrokenPipeError("a worker's")))
+    monkeypatch.setattr(sys, "argv", ["rlworker", "report", "run"])
+    with open(reading), open(writing, "w") as output, pytest.raises(BrokenPipeError, match="a worker's"):
+        monkeypatch.setattr(sys, "stdout", output)
+        main()
