@@ -32,6 +32,7 @@ from rlworker.checks.huggingface import (
     score_tokens,
 )
 from rlworker.checks.trainer import CheckedTrainer, Finding
+from rlworker.validation.program import find_weights
 
 _FACTORS = {"float32": 4.0, "bfloat16": 1.5}
 """dtype -> most that a layer's root mean square difference from float64 may be, as a multiple of HuggingFace's in that
@@ -105,9 +106,9 @@ def run_bisect(config: BisectConfig, tell: Callable[[str], None]) -> list[Findin
     """
     if not config.model:
         raise ValueError("bisect: expected a model's folder or hf:ORG/NAME, got none; name it after bisect")
-    folder = find_model(config.model)
+    folder = find_model(find_weights(config.model))
     check = CheckConfig(folder, platform=config.platform, actor=config.actor, rollout=config.rollout, huggingface=False)
-    longest = config.rollout.max_model_len
+    longest = config.rollout.max_model_len - 1  # vLLM samples a token after the ids that it scores
     batch = read_rows(config.rows, longest, check.check_model()) if config.rows else None
     with TemporaryDirectory(prefix="rlworker-bisect-") as images:  # HuggingFace reads them when the engines are gone
         with start_engines(check, tell, folder=images) as engines:
@@ -140,8 +141,8 @@ def read_rows(path: str, longest: int, model: ModelSpec) -> TrainBatch:
         ids = line.get("ids") if isinstance(line, dict) else None
         if not (isinstance(ids, list) and 2 <= len(ids) <= longest and all(isinstance(one, int) for one in ids)):
             raise ValueError(
-                f"bisect: {path}:{number}: expected 2 to {longest} ids under 'ids', by rollout.max_model_len; "
-                "leave the row out, or raise --rollout.max-model-len"
+                f"bisect: {path}:{number}: expected 2 to {longest} ids under 'ids', fewer than "
+                "rollout.max_model_len; leave the row out, or raise --rollout.max-model-len"
             )
         if not 0 <= min(ids) <= max(ids) < model.vocab:
             raise ValueError(

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -180,10 +180,11 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._bar.close()
-        self._metrics.close()
         self._trackers.close()
+        with suppress(OSError) if kind else nullcontext():  # a full disk refuses again a line that has ended the run
+            self._metrics.close()
 
 
 def make_cells(table: list[dict]) -> list[list[str]]:

@@ -55,6 +55,10 @@ class Score:
     name: str
     sign: int
 
+    def find(self, metrics: Mapping[str, Any]) -> float | None:
+        """Find the score among metrics; None where they lack it, or it is NaN, which no order has."""
+        return score if (score := metrics.get(self.name)) == score else None
+
 
 class RunFolder:
     """The folder of everything that one run writes.
@@ -159,7 +163,7 @@ class RunFolder:
             self.inputs.write()
             self._write_config(config)
             return None, f"run: begins in {self.path}" + (", which holds none to resume" if config.resume else "")
-        newest, changes = self.find_newest(), self._list_changes(config)
+        newest, self._changes = self.find_newest(), self._list_changes(config)
         if newest and (damage := find_damage(newest, digest)):
             raise RunError(self._explain_damage(newest, damage))
         self._clear_leftovers()
@@ -175,33 +179,31 @@ class RunFolder:
                 os.replace(path, aside := _find_free(path.with_suffix(".before.jsonl")))
                 text += f"; what {path.name} had so far is kept as {aside.name}"
         text += self.inputs.write()
-        if changes:
-            self._changes = changes
-            self._write_config(config)
-            spelled = (f"{key} {before} -> {now}" for key, (before, now) in changes.items())
+        if self._changes:
+            spelled = (f"{key} {before} -> {now}" for key, (before, now) in self._changes.items())
             text += f"; with other settings: {', '.join(spelled)}"
         return state, text
 
     def _write_config(self, config: TrainingConfig) -> None:
         write_whole(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
-    def record_start(self, step: int, platform: str, state: Mapping[str, Any] | None = None) -> None:
+    def record_start(self, step: int, config: TrainingConfig, state: Mapping[str, Any] | None = None) -> None:
         """Add a line to starts.jsonl: the ``step`` from which this program continues, its provenance and models, the
         settings that differ from the previous program's, and, from the trainer's ``state``, the mean logprob difference
-        of the first weights where it was measured."""
+        of the first weights where it was measured. Call it once everything is restored."""
         path = self.path / "starts.jsonl"
         before = path.read_text() if path.exists() else ""
-        start = {"step": step} | dataclasses.asdict(collect_provenance(platform))
+        start = {"step": step} | dataclasses.asdict(collect_provenance(config.platform))
         start |= {"models": models} if (models := self.inputs.describe_models()) else {}
         start |= {"changed": self._changes} if self._changes else {}
         start |= {FLOOR: state[FLOOR]} if state and state.get(FLOOR) else {}
         write_whole(path, before + json.dumps(start) + "\n")
+        if self._changes:  # last: a start that ends before it leaves the change for the next one to record
+            self._write_config(config)
 
     def _clear_leftovers(self) -> None:
         """Remove unfinished files of a killed run."""
-        for folder in self.path.glob("checkpoints/.step_*.partial"):
-            shutil.rmtree(folder)
-        for folder in self.path.glob("checkpoints/.step_*.older"):
+        for folder in chain(*(self.path.glob(f"checkpoints/.step_*.{end}") for end in ("partial", "older"))):
             shutil.rmtree(folder)
         for file in self.path.glob(".*.partial"):
             file.unlink()
@@ -259,8 +261,8 @@ class RunFolder:
 
     def find_best(self, score: Score) -> tuple[Path, float] | None:
         """Return the checkpoint with the best score, of equals the latest, and the score; None without scores."""
-        states = [(f, _read_state(f).get(score.name)) for f in reversed(self.list_checkpoints())]
-        return max(((f, s) for f, s in states if s is not None), key=lambda pair: score.sign * pair[1], default=None)
+        scores = [(f, score.find(_read_state(f))) for f in reversed(self.list_checkpoints())]
+        return max(((f, s) for f, s in scores if s is not None), key=lambda pair: score.sign * pair[1], default=None)
 
     def prune(self, newest: int, best: Path | None) -> None:
         """Remove all checkpoints but the ``newest`` so many (0: all), ``best``, and those at which capsules begin."""

@@ -11,6 +11,9 @@ from contextlib import contextmanager, suppress
 from rlworker.tracking.terminal import LOGGER
 from rlworker.tracking.tracker import TrackedRun, Tracker
 
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables in which launchers tell the number of processes; accelerate would wait for as many."""
+
 
 def check_trackers(names: Iterable[str]) -> None:
     """Check that trackers are installed, without importing them.
@@ -54,8 +57,10 @@ class Trackers:
     def _start(self, name: str, tracker: Tracker) -> None:
         if "accelerate" in sys.modules:
             from accelerate import PartialState
+            from accelerate.utils import patch_environment
 
-            PartialState(cpu=True)  # its trackers ask whether this is the main process; no device is looked for
+            with patch_environment(LOCAL_RANK=-1, **dict.fromkeys(_SIZES, 1)):
+                PartialState(cpu=True)  # its trackers ask whether this is the main process; no device is looked for
         tracker.start()
         self._open[name] = tracker
 

@@ -210,7 +210,7 @@ class Run(Generic[Config]):
                 self.restore(state)
             log_start(f"step {self.steps_done} is restored")
         self._note_saved()
-        self.folder.record_start(self.steps_done, config.platform, self.get_state())
+        self.folder.record_start(self.steps_done, config, self.get_state())
 
     def _note_saved(self) -> Path | None:
         """Take note that the run folder holds the step that is done, or the start; returns the best checkpoint."""
@@ -301,7 +301,7 @@ class Run(Generic[Config]):
 
     def _is_save_due(self, metrics: dict[str, float]) -> bool:
         checkpoint = self.config.checkpoint
-        score = metrics.get(self.score.name)
+        score = self.score.find(metrics)
         is_best = score is not None and (self._best is None or self.score.sign * (score - self._best) > 0)
         is_late = 0 < 60 * checkpoint.save_minutes <= time.monotonic() - self._saved_at
         return (checkpoint.keep_best and is_best) or is_due(self.steps_done, checkpoint.save_every) or is_late

@@ -1,5 +1,6 @@
 """The early stop of a run whose validations find no new best."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from rlworker.config.validation import ValidationConfig
@@ -12,7 +13,8 @@ def has_stalled(lines: Sequence[Mapping[str, float]], score: Score, settings: Va
     Args:
         lines: metrics of each step so far. score: the metric that is compared.
     """
-    values = [score.sign * line[score.name] for line in lines if score.name in line]
+    scores = [score.find(line) for line in lines if score.name in line]
+    values = [-math.inf if found is None else score.sign * found for found in scores]
     best = max(range(len(values)), key=values.__getitem__, default=0)  # of equals the first
     return 0 < settings.patience < len(values) - best
 

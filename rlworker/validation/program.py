@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from engines.config import SamplingConfig
-from engines.models.hub import find_model
+from engines.models.hub import PREFIX, find_model
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import ResourceRequest, check_room
@@ -23,6 +23,7 @@ from rlworker.data.rows import check_rows, check_vocabulary, read_rows
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
+from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import describe_trajectory
 from rlworker.rollouts.running import make_codec, running_loop, set_limits
@@ -103,13 +104,20 @@ class Evaluation:
         """Start the engines, validate once, write the results into ``run_dir/evaluations`` and return the metrics.
 
         Raises:
-            RunError: a worker failed.
+            RunError: a worker failed, or the folder cannot be written to, which leaves the table on the terminal.
         """
         folder = _make_folder(Path(self.config.run_dir).absolute() / "evaluations", name_evaluation(self.config.model))
         with ExitStack() as running:
             validation = self._validate(running, folder)
-        self._write(folder, validation)
-        LOGGER.info(f"{format_table(validation.table)}\nevaluation: {folder}")
+        LOGGER.info(format_table(validation.table))  # before the files, which a full disk refuses
+        try:
+            self._write(folder, validation)
+        except OSError as error:
+            raise RunError(
+                f"evaluate: {str(folder)!r} cannot be written to: {error}; keep the table above, free disk space, and "
+                "evaluate again for the samples"
+            ) from error
+        LOGGER.info(f"evaluation: {folder}")
         return validation.metrics
 
     def _validate(self, running: ExitStack, folder: Path) -> Validation:
@@ -150,7 +158,8 @@ class Evaluation:
 
 def name_evaluation(model: str) -> str:
     """Return the folder name of an evaluation: ``step_40`` for a checkpoint, else the name of the model's folder."""
-    path = Path(model.removeprefix("hf:").partition("@")[0])
+    name = model.removeprefix(PREFIX).partition("@")[0] if model.startswith(PREFIX) else model
+    path = Path(os.path.abspath(name))  # "." has no name of its own
     return path.parent.name if path.name == "hf" else path.name
 
 

@@ -12,7 +12,8 @@ def describe_function(function: Callable) -> dict[str, Any]:
     """Describe a function, or a ``functools.partial`` of one, as plain data: name, and bound arguments by keyword.
 
     Raises:
-        ValueError: it is an object with a state of its own, or has positional arguments bound.
+        ValueError: it is an object with a state of its own, has positional arguments bound or a value that JSON cannot
+            hold, or is defined where no module can be imported from.
     """
     bound: dict[str, Any] = {}
     while isinstance(function, partial):
@@ -24,9 +25,26 @@ def describe_function(function: Callable) -> dict[str, Any]:
         raise ValueError(f"capsule: {function!r:.80} has no name in a module; define it in one")
     if module == "__main__":
         main = sys.modules["__main__"]
-        module = main.__spec__.name if main.__spec__ else Path(str(main.__file__)).stem
+        module = main.__spec__.name if main.__spec__ else Path(getattr(main, "__file__", None) or "").stem
+        if not module:
+            raise ValueError(f"capsule: {function!r:.80} is defined in an interactive session; define it in a module")
+    for key, value in bound.items():
+        if not callable(value) and not _is_plain(value):
+            raise ValueError(
+                f"capsule: {name} binds {key}={value!r:.80}, expected what JSON holds: numbers, texts, lists, dicts "
+                "by texts; make other values within the function"
+            )
     described = {key: describe_function(value) if callable(value) else value for key, value in bound.items()}
     return {"function": f"{module}:{name}", "bound": described}
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether JSON gives a value back; a tuple comes back as a list."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | None)
 
 
 def find_function(described: dict[str, Any]) -> Callable:

@@ -60,12 +60,12 @@ def _name_runs(folders: Sequence[Path]) -> list[str]:
     return [f"{path} ({place})" if paths.count(path) > 1 else path for place, path in enumerate(paths, 1)]
 
 
-def list_results(run: RunRecord) -> dict[str, float | str]:
+def list_results(run: RunRecord) -> dict[str, int | str]:
     """List the results of a run: steps, tokens, seconds, last reward, and first, last and best held-out scores."""
     ends = {axis: round(places[-1]) for axis, places in run.measure_axes().items() if places}
-    results: dict[str, float | str] = {"steps" if axis == "step" else axis: end for axis, end in ends.items()}
+    results: dict[str, int | str] = {"steps" if axis == "step" else axis: end for axis, end in ends.items()}
     if rewards := [line["reward"] for line in run.lines if "reward" in line]:
-        results["reward of the last step"] = rewards[-1]
+        results["reward of the last step"] = f"{rewards[-1]:.5g}"
     for name, (before, after, best, step) in tabulate_scores(run).items():
         results[name] = f"{before:.4g} to {after:.4g}, best {best:.4g} at step {step}"
     return results
@@ -79,8 +79,9 @@ def _tabulate(runs: Sequence[RunRecord], list_values: Callable[[RunRecord], dict
 
 
 def _spell(value) -> str:
+    """Spell a value with all its digits, so that values which differ are spelled otherwise."""
     if isinstance(value, float):
-        return f"{value:.5g}"
+        return repr(value).removesuffix(".0")
     return value if isinstance(value, str) else json.dumps(value)
 
 

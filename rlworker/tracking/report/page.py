@@ -64,7 +64,7 @@ def write_page(path: Path, template: str, again: str, *, data: dict, **parts: An
     """Write a page of plots, and beside it the library that draws them; returns the path of the page.
 
     Args:
-        path: file of the page. template: name of the template, a file in this package.
+        path: file of the page; its folder is made. template: name of the template, a file in this package.
         again: the command that writes the page, for the message if plotly is missing.
         data: result of ``make_plots``. parts: further variables of the template.
 
@@ -73,6 +73,7 @@ def write_page(path: Path, template: str, again: str, *, data: dict, **parts: An
     """
     if missing := _find_missing_package(again):
         raise ValueError(missing)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not (library := path.with_name(LIBRARY)).is_file():
         from plotly.offline import get_plotlyjs  # it takes a fifth of a second, once in a folder
 

@@ -1,5 +1,7 @@
 """Tables of a page: a run's origin, settings and results, and the time of each phase."""
 
+import math
+
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker.tracking.report.curves import PHASES, list_phases
@@ -39,7 +41,8 @@ def tabulate_scores(run: RunRecord) -> dict[str, tuple[float, float, float, int]
     scores = {}
     for name, (_, kind) in run.scores.items():
         found = [(line[name], line["step"]) for line in run.lines if name in line]
-        best = (min if kind == "loss" else max)(found, key=lambda pair: pair[0])
+        ordered = [pair for pair in found if not math.isnan(pair[0])] or found
+        best = (min if kind == "loss" else max)(ordered, key=lambda pair: pair[0])
         scores[name] = (found[0][0], found[-1][0], *best)
     return scores
 

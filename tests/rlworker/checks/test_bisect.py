@@ -1,12 +1,15 @@
 """``rlworker bisect``: the first layer that differs from HuggingFace by more than rounding."""
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.models import make_vlm
 
+from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.config import BisectConfig
 
@@ -44,7 +47,7 @@ def test_rows_are_read_or_refused_by_line(tmp_path):
     assert read_rows(str(path), 8, sees).positions.tolist() == [[0] * 3, [1] * 3, [0] * 3], "of three axes"
     assert batch.lengths == (2, 1) and batch.inputs.tolist() == [5, 6, 8] and batch.targets.tolist() == [6, 7, 9]
     for line, message in (
-        ('{"ids": [5]}', r"rows.jsonl:1: expected 2 to 8 ids under 'ids', by rollout.max_model_len"),
+        ('{"ids": [5]}', r"rows.jsonl:1: expected 2 to 8 ids under 'ids', fewer than rollout.max_model_len"),
         ('{"ids": [5, 6], "images": [{"path": "a.png"}]}', "rows.jsonl:1: has images; leave out --rows"),
         ("[5", "is no JSONL file"),
         (
@@ -60,3 +63,22 @@ def test_rows_are_read_or_refused_by_line(tmp_path):
         read_rows(str(path), 8, text)
     with pytest.raises(ValueError, match=r"expected a model's folder or hf:ORG/NAME, got none; name it after bisect"):
         run_bisect(BisectConfig(), print)
+
+
+def test_a_checkpoint_is_its_weights_and_a_row_leaves_room_for_a_token(make_hf_model, tmp_path, monkeypatch):
+    """vLLM, which scores a row, samples a token after it."""
+    from rlworker.checks import bisect
+
+    (tmp_path / "step_40").mkdir()
+    (tmp_path / "step_40" / "hf").symlink_to(make_hf_model("qwen2", False))
+    started, rows = Mock(side_effect=InterruptedError), tmp_path / "rows.jsonl"
+    monkeypatch.setattr(bisect, "start_engines", started)
+    sizes = VllmConfig(max_new_tokens=8, max_model_len=32, kv_cache_mb=256)
+    config = BisectConfig(str(tmp_path / "step_40"), rows=str(rows), rollout=sizes)
+    rows.write_text(json.dumps({"ids": [1] * 31}))
+    with pytest.raises(InterruptedError):
+        bisect.run_bisect(config, print)
+    assert started.call_args[0][0].model == str(tmp_path / "step_40" / "hf")
+    rows.write_text(json.dumps({"ids": [1] * 32}))
+    with pytest.raises(ValueError, match="expected 2 to 31 ids under 'ids'"):
+        bisect.run_bisect(config, print)

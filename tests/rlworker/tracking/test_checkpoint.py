@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import socket
 import subprocess
@@ -150,14 +151,14 @@ def test_a_resumed_run_takes_other_settings_and_says_so(tmp_path):
         "curriculum.pass_rates [0.0, 1.0] -> [0.1, 1.0], "
         "environment.workers 1 -> 2, prompts_per_step 32 -> 16, rollout.temperature 1.0 -> 0.5, steps 10 -> 20"
     )
-    folder.record_start(1, "cpu")
+    folder.record_start(1, other)
     assert json.loads((tmp_path / "config.json").read_text())["actor"]["optimizer"]["lr"] == 0.1
     (line,) = map(json.loads, (tmp_path / "starts.jsonl").open())
     assert line["changed"]["actor.optimizer.lr"] == [1e-6, 0.1] and len(line["changed"]) == 10
     again = RunFolder(str(tmp_path))
     folder.release()
     assert begin(again, other)[1] == "run: goes on from step 1 (checkpoints/step_1)"
-    again.record_start(1, "cpu")
+    again.record_start(1, other)
     assert "changed" not in json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[-1])
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match=r"config\.json in .* cannot be read: expected an object, got a list"):
@@ -309,3 +310,13 @@ def test_the_newest_and_the_best_checkpoints_stay(tmp_path):
     assert names(folder) == ["step_10", "step_12", "step_14", "step_6", "step_best"]
     folder.prune(1, None)
     assert names(folder) == ["step_14", "step_best"]
+
+
+def test_a_score_that_is_no_number_is_no_best(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    save(folder, 1, heldout=math.nan)
+    assert folder.find_best(HELDOUT) is None
+    for step, heldout in ((2, 0.5), (3, 0.25), (4, math.nan)):
+        save(folder, step, heldout=heldout)
+    best, score = folder.find_best(HELDOUT)
+    assert (best.name, score) == ("step_2", 0.5)

@@ -10,7 +10,7 @@ from support.program import run_program
 
 from rlworker.__main__ import main
 from rlworker.config.run import RunConfig
-from rlworker.config.sections import CurriculumConfig
+from rlworker.config.sections import CurriculumConfig, RecoveryConfig
 from rlworker.tracking.report.compare import write_comparison
 from rlworker.tracking.report.page import LIBRARY
 
@@ -88,6 +88,15 @@ def test_settings_that_differ_curves_and_samples_stand_side_by_side(runs):
     assert ["&lt;b&gt;one&lt;/b&gt;" in samples[0], "&lt;b&gt;two&lt;/b&gt;" in samples[1]] == [True, True]
 
 
+def test_settings_that_differ_in_a_late_digit_are_shown_in_full(tmp_path):
+    runs = [
+        make_run(tmp_path / str(limit), RunConfig(recovery=RecoveryConfig(stall_timeout_s=limit)), 1, 1.0)
+        for limit in (1000000.0, 1000001.0)
+    ]
+    table = read_tables(write_comparison(runs).read_text())["Settings that differ"]
+    assert table[1:] == [["recovery.stall_timeout_s", "1000000", "1000001"]]
+
+
 def test_runs_without_a_common_prompt_show_samples_of_one_place(runs, tmp_path):
     three = make_run(tmp_path / "other" / "one", RunConfig(steps=2), 2, 1.0, "xyz")
     page = write_comparison([runs[0], three], tmp_path / "page.html").read_text()
@@ -109,8 +118,8 @@ def test_many_long_runs_take_less_data_each(tmp_path):
 
 
 def test_it_is_a_command(runs, tmp_path):
-    done = run_program(main, "compare", *runs, "--output", tmp_path / "both.html")
-    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "both.html")), done.stderr
+    done = run_program(main, "compare", *runs, "--output", tmp_path / "new" / "both.html")
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "new" / "both.html")), done.stderr
     alone = run_program(main, "compare", runs[0])
     assert alone.returncode == 1 and "error: compare: 1 run is named, expected two or more" in alone.stderr
     missing = run_program(main, "compare", runs[0], tmp_path)

@@ -43,12 +43,13 @@ def made(make_hf_model, tmp_path_factory) -> Path:
 
 
 def begin(config: SftConfig) -> str:
-    """Begin a run, or go on with it, up to where its engines would start; returns what is told of it."""
+    """Begin a run, or go on with it, up to its first step but without engines; returns what is told of it."""
     from rlworker.trainers.sft import SftTrainer
 
     folder = SftTrainer(config).folder
     folder.claim(config)
     _, told = folder.begin(config)
+    folder.record_start(0, config)
     folder.release()
     return told
 

@@ -204,6 +204,13 @@ def test_a_number_that_json_cannot_hold_is_no_point(folder):
     assert read_points(read_data(write_report(folder).read_text()), "kl") == [(2, 0.5)]
 
 
+def test_a_score_that_is_no_number_is_not_the_best(folder):
+    lines = [{"step": step, "heldout": score} for step, score in enumerate((math.nan, 0.5, 0.25))]
+    write_lines(folder, lines)
+    page = write_report(folder).read_text()
+    assert "<td>heldout</td><td>nan</td><td>0.25</td><td>0.5</td><td>1</td>" in page
+
+
 def test_outages_are_told(folder):
     lost = {"actor rank 0": "died", "rollout engine 1": "stood still"}
     (folder / "outages.jsonl").write_text(json.dumps({"where": "step 2, phase update", "lost": lost}) + "\n")
@@ -291,7 +298,7 @@ def test_the_first_and_the_last_validation_are_shown_by_set_and_source(folder):
 
     (folder / "validation.jsonl").write_text(line(0, 0.25) + line(10, 0.375) + line(20, 0.75) + line(30, 0.9)[:40])
     page = write_report(folder).read_text()
-    assert "<h3>After step 0</h3>" in page and "<h3>After step 20</h3>" in page and "step 10<" not in page
+    assert re.findall("<h.>(After.*?|Validation)<", page) == ["Validation", "After step 0", "After step 20"]
     assert "<tr><th>set</th><th>source</th><th>rows</th><th>greedy</th><th>pass@4</th></tr>" in page
     assert "<tr><td>aime</td><td>2024</td><td>2</td><td>0.750</td><td>0.500</td></tr>" in page
     assert "<td>heldout</td><td></td><td>2</td><td>0.250</td>" in page

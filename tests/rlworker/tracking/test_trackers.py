@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -227,6 +228,23 @@ def test_a_tracker_of_the_users_own_is_told_every_step(tmp_path, capsys):
     assert other.said == ["start", (1, told), (2, told), "finish"]
     failed = "WARNING tracker Listing (1) failed and is dropped, metrics.jsonl goes on: OSError: its server is gone\n"
     assert capsys.readouterr().out == failed
+
+
+def test_a_tracker_waits_for_no_other_processes_of_a_launcher(tmp_path, monkeypatch):
+    """Accelerate would, to be the main one of them."""
+    import torch
+    from accelerate import PartialState
+
+    PartialState._reset_state()
+    waited = Mock(side_effect=RuntimeError("others do not come"))
+    monkeypatch.setattr(torch.distributed, "init_process_group", waited)
+    launched = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    mine = Listing()
+    Trackers([], TrackedRun(tmp_path, 0, {}), [mine])
+    assert mine.said == ["start"] and not waited.called and PartialState().is_main_process
+    assert {name: os.environ[name] for name in launched} == launched
 
 
 def test_the_logger_may_be_silenced_and_routed(capsys):

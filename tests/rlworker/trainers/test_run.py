@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import time
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -102,6 +104,13 @@ def test_what_is_best_on_the_held_out_rows_is_saved_and_kept(counting, tmp_path)
     assert counting(plain, scores).go().saved == [7] and checkpoints(tmp_path / "plain") == ["step_7"]
 
 
+def test_a_validation_without_a_number_is_no_best(counting, tmp_path):
+    """Of steps 0 to 7: the first that has one is the best, and stays when the last have none."""
+    scores = (0.9, math.nan, 0.6, 0.5, math.nan, 0.4, 0.2, math.nan)
+    assert counting(config(tmp_path, eval_every=1, keep_newest=1), scores).go().saved == [2, 7]
+    assert checkpoints(tmp_path) == ["step_2", "step_7"]
+
+
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
@@ -180,6 +189,31 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_message(counting, tmp_path, mo
     with pytest.raises(RunError, match=r"step 3: '.*run' cannot be written to: .*No space left.*; free disk space or"):
         counting(config(tmp_path, save_every=1), at_step=fill).go()
     assert checkpoints(tmp_path)[-2:] == ["step_1", "step_2"]
+
+
+def test_a_disk_that_stays_full_leaves_the_message_and_trackers_are_finished(counting, tmp_path):
+    """Closing the file writes the refused line once more."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
+    run, tracker = counting(config(tmp_path)), Mock()
+    run.trackers = [tracker]
+    with pytest.raises(RunError, match=r"step 0: '.*run' cannot be written to: .*No space left.*; free disk space or"):
+        run.go()
+    tracker.finish.assert_called_once_with()
+
+
+def test_a_change_of_a_start_that_failed_is_recorded_by_the_one_that_goes_on(counting, tmp_path):
+    folder = tmp_path / "run"
+    counting(replace(config(tmp_path), steps=2)).go()
+    changed = counting(config(tmp_path, resume=True))  # to 7 steps
+    changed.restore = Mock(side_effect=RunError("a rank died"))
+    with pytest.raises(RunError, match="a rank died"):
+        changed.go()
+    assert json.loads((folder / "config.json").read_text())["steps"] == 2
+    counting(config(tmp_path, resume=True)).go()
+    starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+    assert [(start["step"], start.get("changed", {}).get("steps")) for start in starts] == [(0, None), (2, [2, 7])]
+    assert json.loads((folder / "config.json").read_text())["steps"] == 7
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from support.program import run_program
@@ -12,6 +13,7 @@ from rlworker.__main__ import main
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
 from rlworker.environments import exact_match
+from rlworker.errors import RunError
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_it_asks_for_what_is_missing_before_anything_starts(model, data, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_is_its_model_and_a_run_names_its_checkpoints(tmp_path):
+def test_a_checkpoint_is_its_model_and_a_run_names_its_checkpoints(tmp_path, monkeypatch):
     from rlworker.validation.program import find_weights, name_evaluation
 
     for step in (9, 10):
@@ -62,8 +64,31 @@ def test_a_checkpoint_is_its_model_and_a_run_names_its_checkpoints(tmp_path):
         ValueError, match=r"run' is the folder of a run; name one of its checkpoints, such as \S+step_10"
     ):
         find_weights(f"{tmp_path}/run")
-    names = [found, "/models/Qwen2.5-0.5B", "hf:org/name@main", "hf:org/Qwen2.5-0.5B"]
-    assert [name_evaluation(name) for name in names] == ["step_9", "Qwen2.5-0.5B", "name", "Qwen2.5-0.5B"]
+    names = [found, "/models/Qwen2.5-0.5B", "models/lr@1e-5", "hf:org/name@main", "hf:org/Qwen2.5-0.5B"]
+    expected = ["step_9", "Qwen2.5-0.5B", "lr@1e-5", "name", "Qwen2.5-0.5B"]
+    assert [name_evaluation(name) for name in names] == expected
+    monkeypatch.chdir(tmp_path / "run/checkpoints/step_9")
+    assert name_evaluation(find_weights(".")) == "step_9"
+    monkeypatch.chdir("hf")
+    assert name_evaluation(find_weights(".")) == "step_9"
+
+
+def test_a_full_disk_leaves_the_table_on_the_terminal(tmp_path, capsys):
+    from rlworker.validation.program import Evaluation
+    from rlworker.validation.validate import Validation
+
+    evaluation = Evaluation.__new__(Evaluation)
+    evaluation.config = RunConfig(model="model", run_dir=str(tmp_path))
+    evaluation.model, evaluation.codec = SimpleNamespace(folder="model"), None
+
+    def validate(running, folder):
+        (folder / "validation.json").symlink_to("/dev/full")
+        return Validation([], [{"set": "", "source": "", "rows": 3, "greedy": 0.625}], {"heldout": 0.625})
+
+    evaluation._validate = validate
+    with pytest.raises(RunError, match=r"evaluate: '.*evaluations/model' cannot .*: .*No space left.*free disk space"):
+        evaluation.run()
+    assert "heldout  3     0.625" in capsys.readouterr().out
 
 
 def test_a_program_that_trains_by_itself_refuses_to(model, data, tmp_path):

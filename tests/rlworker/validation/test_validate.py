@@ -1,5 +1,6 @@
 """Validation over scripted engines: greedy answers and samples of several sets, their metrics and tables."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, one_turn
 from rlworker.errors import RunError
+from rlworker.tracking.run_folder import Score
+from rlworker.validation.patience import has_stalled
 
 SAMPLES = ("5", "7", "7", "8")
 """What is sampled of every prompt; the greedy answer is 5."""
@@ -167,3 +170,11 @@ def test_the_best_is_by_the_first_set_unless_a_metric_is_named():
     assert settings.choose_metric({"b": "c"}, 0) == "heldout/b"
     assert ValidationConfig().choose_metric({"b": "c"}, 0, "_loss") == "heldout/b_loss"
     assert replace(settings, metric="heldout/b_pass_at_2").choose_metric({"b": "c"}, 0) == "heldout/b_pass_at_2"
+
+
+def test_patience_takes_no_number_for_no_best():
+    """A run that improves after a loss of NaN goes on; one that has lost its numbers ends."""
+    score, patient = Score("heldout_loss", -1), ValidationConfig(patience=3)
+    tell = lambda *losses: has_stalled([{"heldout_loss": loss} for loss in losses], score, patient)  # noqa: E731
+    assert not tell(math.nan, 3.0, 2.0, 1.0)
+    assert tell(3.0, 1.0, 2.0, math.nan, math.nan) and tell(*[math.nan] * 4)

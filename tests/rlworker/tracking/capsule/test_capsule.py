@@ -1,15 +1,18 @@
 """Steps that are kept and computed anew: the same bits, the same within rounding, or the first place that differs."""
 
 import re
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from support.ranks.capsule_cases import (
     DIFFERENCES,
     exchange_sequences,
@@ -22,6 +25,7 @@ from support.ranks.capsule_cases import (
 from engines.batch.batch import TrainBatch
 from engines.models.spec import ModelSpec
 from engines.validation import parse_steps
+from rlworker.algorithms.losses import sft_loss
 from rlworker.algorithms.objective import configure_loss
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
@@ -239,6 +243,24 @@ def test_a_loss_is_kept_by_its_names():
         describe_function(lambda outputs, batch: None)
     with pytest.raises(ValueError, match="cannot be found"):
         find_function({"function": "rlworker.algorithms.losses:gone", "bound": {}})
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), {1: 2.0}, {"a": [{2: 3}]}, [len]], ids=str)
+def test_a_loss_that_binds_what_json_cannot_hold_is_refused(value):
+    """A step with it is not kept, which the run survives. JSON would make texts of other keys."""
+    with pytest.raises(ValueError, match=r"capsule: sft_loss binds table=.*, expected what JSON holds"):
+        describe_function(partial(sft_loss, table=value))
+    plain = {"a": [1, 2.5, None, True], "b": (0.25, 0.5)}
+    assert describe_function(partial(sft_loss, table=plain))["bound"] == {"table": plain}
+
+
+def test_a_loss_of_an_interactive_session_is_refused(monkeypatch):
+    def loss(outputs, batch): ...
+
+    loss.__module__, loss.__qualname__ = "__main__", "loss"
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with pytest.raises(ValueError, match="is defined in an interactive session; define it in a module"):
+        describe_function(loss)
 
 
 def test_a_folder_without_a_capsule_is_refused(tmp_path):
