@@ -5,6 +5,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 MARKER, VIDEO_MARKER = "<image>", "<video>"
@@ -143,6 +144,9 @@ def render_messages(
 ) -> str:
     """Render messages by the tokenizer's chat template; ``<image>`` and ``<video>`` stand for images and videos.
 
+    A message with images is written by the template's own branch for parts, with what that writes around each image,
+    such as a newline or a number. A template that takes text alone is given the markers.
+
     Args:
         tools: JSON schemas, or functions with types and a docstring, from which transformers makes schemas.
         goes_on: whether to render up to the start of the model's next turn, instead of the end of the last message.
@@ -152,5 +156,39 @@ def render_messages(
         ValueError: arguments of a tool call are text that is no JSON.
     """
     messages = [load_arguments(message) for message in messages]
-    flat = [{**m, "content": flatten_content(m["content"])} if list_parts(m.get("content")) else m for m in messages]
-    return tokenizer.apply_chat_template(flat, tools=[*tools] or None, tokenize=False, add_generation_prompt=goes_on)
+    written = _find_part_tokens(tokenizer, str(tokenizer.chat_template)) if has_images(messages) else {}
+    for place, message in enumerate(messages):
+        parts = list_parts(message.get("content"))
+        kinds = MARKERS.keys() & {part.get("type") for part in parts}
+        if parts and not (kinds and kinds <= written.keys()):
+            messages[place] = {**message, "content": flatten_content(parts)}
+    text = tokenizer.apply_chat_template(
+        messages, tools=[*tools] or None, tokenize=False, add_generation_prompt=goes_on
+    )
+    for kind, tokens in written.items():
+        text = text.replace(tokens, MARKERS[kind])
+    return text
+
+
+@lru_cache(maxsize=4)  # of thousands of tokens it takes milliseconds
+def _find_part_tokens(tokenizer: Any, template: str) -> dict[str, str]:
+    """Find the special tokens that a chat template writes in the place of an image or a video.
+
+    Args:
+        template: the tokenizer's chat template, a key of the cache since it may be set anew.
+
+    Returns:
+        type of the part -> the tokens' text; without types that the template does not take.
+    """
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    found = {}
+    for kind in MARKERS:
+        parts = [{"type": "text", "text": "\u00ab"}, {"type": kind}, {"type": "text", "text": "\u00bb"}]
+        try:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        except Exception:  # it takes text alone
+            continue
+        between = text.partition("\u00ab")[2].partition("\u00bb")[0]
+        if (tokens := re.search(f"(?:{'|'.join(special)})+", between)) and tokens[0]:
+            found[kind] = tokens[0]
+    return found

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from recipes.common.addition import make_tokenizer
+from rlworker.checks.tiny.models import IMAGE_TOKENS
 from rlworker.config.sections import DataConfig
 from rlworker.data.conversations import iterate_conversations
-from rlworker.data.messages import render_messages
+from rlworker.data.messages import render_messages, set_template_arguments
 from rlworker.data.rows import check_rows, load_tokenizer, read_rows
 
 TEMPLATE = """
@@ -18,6 +19,28 @@ TEMPLATE = """
 {% for m in messages %}{{ say(m) }}{% endfor %}
 {% if add_generation_prompt %}assistant:{% endif %}"""
 USER = {"role": "user", "content": "1+1="}
+INTERNVL = (
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}{{ '<IMG_CONTEXT>\n' }}"
+    "{% elif part.type == 'video' %}{{ '<clip>\n' }}{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %};{% endfor %}"
+)
+QWEN = (
+    "{% set seen = namespace(images=0, videos=0) %}{% for m in messages %}{{ m.role + ':' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "{% set seen.images = seen.images + 1 %}{% if add_vision_id %}Picture {{ seen.images }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' %}"
+    "{% set seen.videos = seen.videos + 1 %}{% if add_vision_id %}Video {{ seen.videos }}: {% endif %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %};"
+    "{% endfor %}"
+)
+GEMMA3 = (
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}{{ '<start_of_image>' }}"
+    "{% elif part.type == 'text' %}{{ part.text | trim }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+)
+PARTS = (*IMAGE_TOKENS, "<IMG_CONTEXT>", "<clip>", "<start_of_image>")
+"""Tokens that these templates write for parts, as those of the released models do."""
 
 
 def save(tmp_path, template: str | None) -> str:
@@ -34,6 +57,34 @@ def test_variables_of_the_template_are_those_that_transformers_would_be_given(tm
     for each in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         assert render_messages([USER], each) == want
     assert ("[quick]" in want) == (arguments.get("think") is False)
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "want"),
+    [
+        (INTERNVL, {}, "u:See<image>\n<image>\n\n?;a:A <image>;u:<video>\n.;"),
+        (QWEN, {}, "u:See<image><image>\n?;a:A <image>;u:<video>.;"),
+        (
+            QWEN,
+            {"add_vision_id": True},
+            "u:SeePicture 1: <image>Picture 2: <image>\n?;a:A <image>;u:Video 1: <video>.;",
+        ),
+        (GEMMA3, {}, "u:See<image><image>?;a:A <image>;u:<video>.;"),
+        ("{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}", {}, None),
+        ("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}", {}, None),
+    ],
+)
+def test_parts_are_written_as_the_template_writes_them(template, arguments, want):
+    """With a newline or a number beside an image, each text trimmed; a template of text alone is given markers."""
+    see, ask, video = ({"type": "text", "text": text} for text in ("See", "\n?", "."))
+    messages = [
+        {"role": "u", "content": [see, {"type": "image"}, {"type": "image"}, ask]},
+        {"role": "a", "content": "A <image>"},
+        {"role": "u", "content": [{"type": "video"}, video]},
+    ]
+    tokenizer = make_tokenizer(template, PARTS)
+    set_template_arguments(tokenizer, arguments)
+    assert render_messages(messages, tokenizer) == (want or "u:See<image><image>\n?;a:A <image>;u:<video>.;")
 
 
 def test_variables_that_no_template_reads_are_refused(tmp_path):
