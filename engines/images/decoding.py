@@ -10,8 +10,8 @@ from typing import Any
 
 from engines.batch.samples import Image
 
-DECODING_ERRORS = (OSError, SyntaxError, ValueError, struct.error)
-"""Exceptions that Pillow's decoders raise."""
+DECODING_ERRORS = (OSError, SyntaxError, ValueError, struct.error, EOFError, IndexError, RuntimeError)
+"""Exceptions that Pillow's decoders raise; the last three for GIFs that are cut short and damaged AVIFs."""
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes that it clips at 255 instead of scaling them."""
 _ORIENTATION = 0x0112
@@ -36,15 +36,9 @@ def check_image(data: bytes, name: str, place: str) -> tuple[int, int]:
     with open_bytes(data, name, place) as image, _naming_damage(name, place):
         image.verify()  # Pillow's decoder passes over checksums
     with open_bytes(data, name, place) as image:
-        if image.mode in _WIDE_MODES:
-            raise ValueError(
-                f"{place}: {name} has more than 8 bits of grey ({image.mode}), which no model was shown; save it "
-                "with 8 bits"
-            )
         if image.format != "JPEG" or _JPEG_END not in data[-_TAIL:]:
             return decode_rgb(image, name, place).size
-        width, height = image.size
-        return (height, width) if _find_turn(image) in _TURNS[3:] else (width, height)
+        return find_upright_size(image)
 
 
 def decode(image: Image) -> Any:
@@ -61,6 +55,16 @@ def decode(image: Image) -> Any:
 
 
 def decode_rgb(image: Any, name: str, place: str) -> Any:
+    """Convert a Pillow image by ``convert_to_rgb``, with errors that begin with ``place`` and have ``name``.
+
+    Raises:
+        ValueError: the image cannot be decoded, or has more than 8 bits of grey.
+    """
+    if image.mode in _WIDE_MODES:
+        raise ValueError(
+            f"{place}: {name} has more than 8 bits of grey ({image.mode}), which no model was shown; save it with 8 "
+            "bits"
+        )
     with _naming_damage(name, place):
         return convert_to_rgb(image)
 
@@ -89,6 +93,12 @@ def convert_to_rgb(image: Any) -> Any:
     layer = image.convert("RGBA")
     ground = PILImage.new("RGBA", layer.size, "white")
     return PILImage.alpha_composite(ground, layer).convert("RGB")
+
+
+def find_upright_size(image: Any) -> tuple[int, int]:
+    """Return width and height in pixels of a Pillow image, after rotation by its EXIF orientation."""
+    width, height = image.size
+    return (height, width) if _find_turn(image) in _TURNS[3:] else (width, height)
 
 
 def _find_turn(image: Any) -> str:

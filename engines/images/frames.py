@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from engines.images.decoding import DECODING_ERRORS, check_image, decode_rgb, open_bytes, read_bytes
+from engines.images.decoding import (
+    DECODING_ERRORS,
+    check_image,
+    decode_rgb,
+    find_upright_size,
+    open_bytes,
+    read_bytes,
+)
 from engines.images.video import Video
 
 FRAME_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
@@ -19,6 +26,8 @@ _CLOCK = 10
 """Milliseconds of a GIF's clock, by which frames at one rate last longer or shorter."""
 _MOST_MISSING = 0.05
 """Share of the announced frames that may be missing: some containers only estimate their number."""
+_ALIKE = 0.01
+"""Share by which two frame rates may differ that mean the same, such as 29.97 and 30."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +36,14 @@ class Film:
 
     Attributes:
         durations: duration of each frame in milliseconds, 0 if the file states none. size: width and height in pixels.
+        rate: frames per second that the file states apart from the durations; 0 if it states none.
+        clock: milliseconds to which the file rounds each duration.
     """
 
     durations: list[float]
     size: tuple[int, int]
+    rate: float = 0.0
+    clock: float = 0.0
 
 
 def list_frames(folder: Path) -> list[Path]:
@@ -52,18 +65,18 @@ def measure_film(data: bytes, path: Path, place: str) -> Film:
     return _measure_by_opencv(path, place) if opened is None else _measure_by_pillow(opened, data, path, place)
 
 
-def find_rate(durations: Sequence[float], fps: float | None, what: str) -> float:
-    """Return the frame rate of a video file, in frames per second: its own, or ``fps`` if it states none.
+def find_rate(film: Film | None, fps: float | None, what: str) -> float:
+    """Return the frame rate of a video in frames per second: ``fps``, or that of its file if ``fps`` is None.
 
     Args:
-        durations: duration of each frame in milliseconds; the last one is ignored.
+        film: the file, whose last duration is ignored; None for a folder.
         what: name of the video, for messages.
 
     Raises:
         ValueError: neither states a rate, the durations differ, or ``fps`` differs from the file's rate.
     """
-    lasting = durations[:-1]
-    if not any(lasting):
+    lasting = film.durations[:-1] if film else []
+    if film is None or not any(lasting):
         if fps is None or not 0 < fps < float("inf"):
             raise ValueError(f'{what} does not say how many frames it has in a second; give "fps" in the row')
         return float(fps)
@@ -72,11 +85,18 @@ def find_rate(durations: Sequence[float], fps: float | None, what: str) -> float
             f"{what} has frames that last {min(lasting):g} to {max(lasting):g} ms, expected one rate; save it with one"
         )
     mean = sum(lasting) / len(lasting)
-    if fps is not None and not (0 < fps < float("inf") and abs(1000 / fps - mean) <= _CLOCK / 2):
-        raise ValueError(
-            f"{what} has {1000 / mean:g} frames in a second, the row has fps {fps:g}; correct or remove fps"
-        )
-    return float(fps or 1000 / mean)
+    # Times are rounded in a file, and a last bit decides how many frames are shown: the stated rate is the exact one.
+    own = film.rate if abs(film.rate * mean / 1000 - 1) <= _ALIKE else 1000 * len(lasting) / sum(lasting)
+    apart = max(film.clock / 2, _ALIKE * mean)
+    if fps is not None and not (0 < fps < float("inf") and abs(1000 / fps - mean) <= apart):
+        raise ValueError(f"{what} has {own:g} frames in a second, the row has fps {fps:g}; correct or remove fps")
+    return float(fps or own)
+
+
+def check_one_size(sizes: Collection[tuple[int, int]], what: str) -> None:
+    """Raise ValueError, which begins with ``what``, if the frames of a video have several sizes in pixels."""
+    if len(sizes) > 1:
+        raise ValueError(f"{what} has frames of {sorted(sizes)} pixels, expected one size; make them alike")
 
 
 def find_digest(sources: Iterable[bytes], frames: tuple[int, ...], fps: float) -> str:
@@ -135,16 +155,21 @@ def _open_by_pillow(data: bytes, path: Path, place: str) -> Any:
 
 
 def _measure_by_pillow(opened: Any, data: bytes, path: Path, place: str) -> Film:
-    name, durations = repr(str(path)), []
+    name, durations, sizes = repr(str(path)), [], set()
     with opened as film:
-        for number in range(getattr(film, "n_frames", 1)):
-            try:
+        try:
+            for number in range(getattr(film, "n_frames", 1)):  # of a GIF it is found by a search of the whole file
                 film.seek(number)
                 film.load()
-            except (*DECODING_ERRORS, EOFError) as error:
-                raise ValueError(f"{place}: frame {number} of {name} cannot be decoded: {error}; replace it") from None
-            durations.append(float(film.info.get("duration", 0)))
-    return Film(durations, check_image(data, name, place))
+                durations.append(float(film.info.get("duration", 0)))
+                sizes.add(find_upright_size(film))
+        except DECODING_ERRORS as error:
+            raise ValueError(
+                f"{place}: {name} cannot be decoded from frame {len(durations)} on: {error}; replace it"
+            ) from None
+    check_one_size(sizes, f"{place}: {name}")
+    check_image(data, name, place)
+    return Film(durations, sizes.pop(), clock=_CLOCK if opened.format == "GIF" else 1)
 
 
 # -- OpenCV, which brings FFmpeg
@@ -180,7 +205,8 @@ def _measure_by_opencv(path: Path, place: str) -> Film:
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if len(times) < (1 - _MOST_MISSING) * announced:
         raise ValueError(f"{place}: {str(path)!r} ends after {len(times)} of {announced} frames; replace it")
-    return Film([*(after - before for before, after in pairwise(times)), 0.0], size)
+    durations = [*(after - before for before, after in pairwise(times)), 0.0]
+    return Film(durations, size, rate=capture.get(cv2.CAP_PROP_FPS))
 
 
 def _decode_by_opencv(video: Video) -> Iterator[np.ndarray]:

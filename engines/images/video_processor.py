@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.images.decoding import check_image, read_bytes
-from engines.images.frames import decode_video, find_digest, find_rate, list_frames, measure_film
+from engines.images.frames import check_one_size, decode_video, find_digest, find_rate, list_frames, measure_film
 from engines.images.video import Video
 from engines.models.vision_spec import VisionSpec
 
@@ -49,6 +49,11 @@ class VideoProcessor:
                     f"model: video_preprocessor_config.json in {folder!r} has {name} {actual}, expected {expected}, "
                     "which config.json has"
                 )
+        if (count := self._process.num_frames) and (fps := self._process.fps):
+            raise ValueError(
+                f"model: video_preprocessor_config.json in {folder!r} has num_frames {count} and fps {fps}, which is 2 "
+                "where it is left out, expected one of them; set the other to null"
+            )
         if getattr(self._process, "cap_pixels_per_frame", None):
             raise ValueError(
                 f"model: video_preprocessor_config.json in {folder!r} has cap_pixels_per_frame, which is not built; "
@@ -71,7 +76,7 @@ class VideoProcessor:
             place: row and field of the video, for messages.
             fps: frames per second of the video; None takes the file's.
             rate: frames per second to show. frames: numbers of the frames to show. None for both takes the processor's
-                rate.
+                rate, or its number of frames, which is lowered to that of the video.
 
         Raises:
             ValueError: the video is missing, has too few frames or another rate, or its frames are broken, differ in
@@ -83,12 +88,11 @@ class VideoProcessor:
         total = len(film.durations) if film else len(files)
         if total < 2:
             raise ValueError(f"{what} has {total} frames, expected at least 2; one is shown as an image")
-        fps = find_rate(film.durations if film else [], fps, what)
+        fps = find_rate(film, fps, what)
         shown = self._choose_frames(total, fps, rate, frames, what)
         sources = [read_bytes(files[number], place) for number in shown] if whole is None else [whole]
         sizes = {film.size} if film else {check_image(data, repr(str(path)), place) for data in sources}
-        if len(sizes) > 1:
-            raise ValueError(f"{what} has frames of {sorted(sizes)} pixels, expected one size; make them alike")
+        check_one_size(sizes, what)
         size = sizes.pop()
         grid = self._find_grid(len(shown), size, what)
         digest = find_digest(sources, shown, fps)
@@ -105,7 +109,9 @@ class VideoProcessor:
                 f"{what} has {fps:g} frames a second, expected a rate up to that, got {rate:g}; lower rate"
             )
         if frames is None:
-            frames = self._process.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=rate).tolist()
+            count = self._process.num_frames if rate is None else None  # sample_frames does not read it itself
+            metadata = VideoMetadata(total_num_frames=total, fps=fps)
+            frames = self._process.sample_frames(metadata, num_frames=count and min(count, total), fps=rate).tolist()
         chosen = tuple(frames or ())
         if any(after <= before for before, after in zip([-1, *chosen], [*chosen, total])):
             raise ValueError(

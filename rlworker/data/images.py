@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from engines.batch.samples import Image
 from engines.images.columns import find_image_blocks
-from engines.images.decoding import check_image
+from engines.images.decoding import check_image, read_bytes
 from engines.images.placeholders import check_margins, place_frames, read_newlines
 from engines.images.processor import ImageProcessor
 from engines.images.video import Video
@@ -72,7 +73,12 @@ class ImageReader:
         return self._read_videos(videos, f'{where}: field "{data.video_field}"', base, images)
 
     def read_images(self, sources: Sequence[Any], where: str, base: Path) -> tuple[Image, ...]:
-        """Return the images of ``sources``, each a path or ``{"bytes": ...}``, with the checks of ``read_row``."""
+        """Return the images of ``sources``, with the checks of ``read_row``.
+
+        Args:
+            sources: for each image a path as text, or ``{"bytes": ...}``; or a ``Path``, whose content is kept as it is
+                at this call.
+        """
         images = []
         for number, value in enumerate(sources):
             place = f"{where}, image {number}"
@@ -112,19 +118,22 @@ class ImageReader:
 
     def _find_file(self, value: Any, place: str, base: Path) -> Path:
         if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return self._store(value["bytes"], place)
+            return self._store(value["bytes"], "its bytes", place)
+        if isinstance(value, Path):
+            path = _join(base, str(value), place)
+            return self._store(read_bytes(path, place), repr(str(path)), place)
         path = value.get("path") if isinstance(value, dict) else value
         if isinstance(path, str):
             return _join(base, path, place)
         raise ValueError(f'{place} must be a path or {{"bytes": ..., "path": ...}}, got {type(value).__name__}')
 
-    def _store(self, data: bytes, place: str) -> Path:
+    def _store(self, data: bytes, name: str, place: str) -> Path:
         """Write these bytes to a file named by their SHA-256, once, and return its path."""
         path = self.folder / hashlib.sha256(data).hexdigest()
         if not path.is_file():
-            check_image(data, "its bytes", place)
+            check_image(data, name, place)
             self.folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
+            partial = path.with_suffix(f".{uuid4().hex}.partial")  # another process may store the same image
             partial.write_bytes(data)
             partial.replace(path)
         return path

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,6 +101,23 @@ def test_images_as_bytes_are_kept_once_by_what_they_are(read, model, tmp_path):
     assert len(list((tmp_path / "run" / "images").iterdir())) == 2
 
 
+def test_two_processes_may_store_one_image_at_once(model, tmp_path, monkeypatch):
+    """The other stores it between this one's writing and naming of the file."""
+    save_images(tmp_path)
+    data, write_bytes = (tmp_path / "a.png").read_bytes(), Path.write_bytes
+    readers = [build_image_reader(model, str(tmp_path / "run"), 64) for _ in range(2)]
+
+    def interrupt(path, content):
+        write_bytes(path, content)
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+        readers[1].read_images([{"bytes": data}], "other", tmp_path)
+
+    monkeypatch.setattr(Path, "write_bytes", interrupt)
+    (image,) = readers[0].read_images([{"bytes": data}], "row 0", tmp_path)
+    (kept,) = (tmp_path / "run" / "images").iterdir()
+    assert image.path == str(kept) and kept.read_bytes() == data
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -108,6 +126,7 @@ def test_images_as_bytes_are_kept_once_by_what_they_are(read, model, tmp_path):
         ({"images": ["half.png"]}, r"line 2: .*image 0: .*half.png.* cannot be decoded: .*; replace it"),
         ({"images": ["half.jpg"]}, r"line 2: .*image 0: .*half.jpg.* cannot be decoded: .*; replace it"),
         ({"images": ["flipped.png"]}, r"line 2: .*image 0: .*flipped.png.* cannot be decoded: broken PNG file .*IDAT"),
+        ({"images": ["torn.avif"]}, r"line 2: .*image 0: .*torn.avif.* cannot be decoded: Failed to decode"),
         ({"images": ["wordy.png"]}, r"line 2: .*image 0: .*wordy.png.* cannot be read as an image: .*MAX_TEXT_CHUNK"),
         ({"images": ["data:image/png;base64," + "A" * 9000]}, r"image 0 is a data: URI, .*A{10}' and 9022 characters"),
         ({"images": ["deep.png"]}, r"line 2: .*image 0: .*deep.png.* has more than 8 bits of grey \(I;16\)"),
@@ -128,6 +147,10 @@ def test_a_broken_image_is_named(read, tmp_path, change, message):
     whole = (tmp_path / "a.png").read_bytes()
     (tmp_path / "half.png").write_bytes(whole[:3000])
     (tmp_path / "flipped.png").write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
+    with Image.open(tmp_path / "a.png") as image:
+        image.save(tmp_path / "torn.avif")
+    head, box, data = (tmp_path / "torn.avif").read_bytes().partition(b"mdat")
+    (tmp_path / "torn.avif").write_bytes(head + box + b"\xff" * 32 + data[32:])
     text = PngInfo()
     text.add_text("notes", "x" * 2**21, zip=True)
     Image.new("RGB", (56, 56)).save(tmp_path / "wordy.png", pnginfo=text)

@@ -1,5 +1,6 @@
 """Rows with videos, against transformers' own processor; and every way in which one can be broken."""
 
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -66,6 +67,10 @@ def save(folder) -> None:
     small = [frame.resize((28, 28)) for frame in others[:4]]
     small[0].save(folder / "uneven.gif", save_all=True, append_images=small[1:], duration=[100, 300, 100, 100])
     small[0].save(folder / "mixed" / "0.png")
+    (folder / "half.gif").write_bytes((folder / "uneven.gif").read_bytes()[:3800])  # within the data of a frame
+    pages = [Image.new("RGB", size) for size in ((84, 56), (28, 28))]
+    pages[0].save(folder / "pages.tif", save_all=True, append_images=pages[1:])
+    film(folder / "fast.avi", "FFV1", FRAMES[:, :16, :16], 120)
     first.save(folder / "mixed" / "1.png")
 
 
@@ -113,16 +118,16 @@ def test_a_video_is_the_same_however_it_is_kept(read, model):
     assert len({row.prompt_ids for row in rows}) == 1 and len({row.images[0].digest for row in rows}) == 4
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
-def test_a_film_of_a_camera_is_read(read, tmp_path, name):
-    """Of 25 frames a second, with what a coder loses; a square that moves tells which frame is which."""
+@pytest.mark.parametrize(("name", "fps"), [("a.mp4", 30), ("a.mkv", 24)])
+def test_a_film_of_a_camera_is_read(read, tmp_path, name, fps):
+    """With what a coder loses; a square that moves tells which frame is which. Its times are rounded, its rate not."""
     frames = np.zeros((30, 64, 96, 3), np.uint8)
     for number in range(30):
         frames[number, 16:48, 2 * number : 2 * number + 32] = (200, 40, 90)
-    film(tmp_path / name, "mp4v", frames, 25)
+    film(tmp_path / name, "mp4v", frames, fps)
     (row,) = read(ROW | {"videos": [{"path": name, "frames": [3, 10, 28]}]}, folder=tmp_path)
     (video,) = row.images
-    assert (video.size, video.total) == ((96, 64), 30) and abs(video.fps - 25) < 0.1
+    assert (video.size, video.total) == ((96, 64), 30) and video.fps == fps
     assert np.abs(decode_video(video).astype(int) - frames[[3, 10, 28]]).mean() < 4
 
 
@@ -173,10 +178,13 @@ def test_a_video_that_changed_is_named(read, kept, tmp_path):
         (["rows.jsonl"], r"line 2: .*video 0: .*rows.jsonl' cannot be read as a video; replace it, or give a folder"),
         (["half.avi"], r"line 2: .*video 0: .*half.avi' ends after \d of 12 frames; replace it"),
         (["half.webp"], r"line 2: .*video 0: .*half.webp' has no frame that can be decoded; replace it"),
+        (["half.gif"], r"line 2: .*video 0: .*half.gif' cannot be decoded from frame \d on: .*; replace it"),
+        (["pages.tif"], r"line 2: .*pages.tif' has frames of \[\(28, 28\), \(84, 56\)\] pixels, expected one size"),
         (["b.png"], r"line 2: .*video 0: .*b.png' has 1 frames, expected at least 2; one is shown as an image"),
         (["empty"], r"line 2: .*video 0: .*empty' has 0 frames, expected at least 2"),
         (["frames"], r'line 2: .*frames\' does not say how many frames it has in a second; give "fps"'),
         ([{"path": "a.webp", "fps": 5}], r"line 2: .*a.webp' has 4 frames in a second, the row has fps 5; correct"),
+        ([{"path": "fast.avi", "fps": 240}], r"line 2: .*fast.avi' has 120 frames in a second, the row has fps 240"),
         (["uneven.gif"], r"line 2: .*uneven.gif' has frames that last 100 to 300 ms, expected one rate"),
         ([{"path": "a.webp", "rate": 5}], r"line 2: .*a.webp' has 4 frames a second, expected (a )?rate up to that"),
         ([{"path": "a.webp", "frames": [1, 12]}], r"line 2: .*a.webp' has 12 frames, of which \[1, 12\] cannot be"),
@@ -201,6 +209,23 @@ def test_a_video_that_is_larger_than_the_bound_is_named(read):
     assert len(read(*rows)) == 2
     with pytest.raises(ValueError, match=r"2: .*video 0: .*a.webp', 6 frames, 84 x 56 pixels, and .* take 1.0 MB dec"):
         read(*rows, limit_mb=1)
+
+
+def test_as_many_frames_are_shown_as_the_processor_says(model, kept, tmp_path):
+    """At most, and with a rate of a row by that; a processor that has a rate beside the number is refused."""
+    shutil.copytree(model.folder, tmp_path / "model")
+    path = tmp_path / "model" / "video_preprocessor_config.json"
+    settings = json.loads(path.read_text())
+
+    def count(video, **change) -> int:
+        path.write_text(json.dumps(settings | change))
+        reader = build_image_reader(ModelSpec.from_folder(tmp_path / "model"), str(tmp_path), 64)
+        return len(reader.read_row({"videos": [video]}, "row 0", DATA, kept)[0].frames)
+
+    assert [count("a.webp", num_frames=number, fps=None) for number in (3, 99)] == [3, 12]
+    assert count({"path": "a.webp", "rate": 3}, num_frames=3, fps=None) == 9
+    with pytest.raises(ValueError, match=r"has num_frames 3 and fps 2, .* expected one of them; set the other to null"):
+        count("a.webp", num_frames=3, fps=2)
 
 
 def test_a_folder_without_a_video_processor_is_named(model, kept, tmp_path):

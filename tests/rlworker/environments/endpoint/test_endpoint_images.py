@@ -11,6 +11,7 @@ from support.environments.chat import GuardedTokenizer
 from support.environments.rows import read_shown
 from support.environments.runners import EOS
 
+from engines.images.decoding import decode
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny.models import IMAGE_TOKENS, make_tiny_vlm
@@ -18,7 +19,7 @@ from rlworker.config.sections import DataConfig
 from rlworker.data.images import build_image_reader
 from rlworker.data.rows import load_tokenizer
 from rlworker.environments import Episode
-from rlworker.environments.codec import Codec
+from rlworker.environments.codec import Codec, using_codec
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token if m.role == 'assistant' else ';' }}{% endfor %}"
@@ -114,6 +115,36 @@ def test_an_image_that_is_not_the_rows_takes_its_place(shown):
 
     ((prompt, _),) = play(shown, agent)
     assert prompt[2] == [files["other"].read_bytes()] and prompt[1] != [*row.prompt_ids]
+
+
+def test_an_image_is_kept_as_it_was_observed(shown, tmp_path):
+    """An environment saves each screen to the same file."""
+    row, codec, files = shown
+    with using_codec(codec):
+        episode = Episode(row)
+        for name in ("first", "second"):
+            (tmp_path / "screen.png").write_bytes(files[name].read_bytes())
+            episode.observe("<image>", [str(tmp_path / "screen.png")])
+    images = [image for piece in episode.sequences[0][1:] for image in piece.images]
+    assert [image.size for image in images] == [decode(image).size for image in images] == [SIZES["first"], (28, 56)]
+    with using_codec(codec), pytest.raises(ValueError, match=r"observe, image 1: '.*none.png' cannot be read: No such"):
+        episode.observe("<image><image>", [files["first"], tmp_path / "none.png"])
+
+
+def test_images_of_pillow_are_seen_as_a_viewer_shows_them(shown, tmp_path):
+    """Turned as a camera was held, and of colours that a PNG cannot have; what cannot be shown is refused."""
+    row, codec, _ = shown
+    turned, mixed = Image.Exif(), Image.new("CMYK", (56, 28), (0, 255, 255, 0))
+    turned[0x0112] = 6
+    Image.new("RGB", (56, 28)).save(tmp_path / "held.jpg", exif=turned)
+    with using_codec(codec), Image.open(tmp_path / "held.jpg") as held:
+        episode = Episode(row)
+        episode.observe("<image><image>", [held, mixed])
+        with pytest.raises(ValueError, match=r"observe, image 0: the image has more than 8 bits of grey \(I;16\)"):
+            episode.observe("<image>", [Image.new("I;16", (56, 28))])
+    images = episode.sequences[0][1].images
+    assert [image.size for image in images] == [(28, 56), (56, 28)]
+    assert decode(images[1]).getpixel((0, 0)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize("url", ["https://example.org/a.png", "data:image/png;base64,AAAA", "data:image/png;base64,A"])
