@@ -199,6 +199,8 @@ def judge(
         return True, f"{len(stages)} stages; at most {worst.share:.2f} of the limit, in {worst.name}"
     first = wrong[0]
     place = int(first.apart.nan_to_num(torch.inf).argmax())
+    if first is stages[-1]:  # the output layer, whose targets are those that count
+        place = int(_find_counted(model, batch).nonzero()[place])
     ends = [*accumulate(batch.lengths)]
     sequence = next(number for number, end in enumerate(ends) if place < end)
     position = place - ends[sequence] + batch.lengths[sequence]
@@ -229,9 +231,14 @@ def compare_stages(
         length = want.norm(dim=1)
         apart, own, other = ((one.stages[number].double() - want).norm(dim=1) / length for one in each)
         stages.append(Stage(name, apart, own, other, states.dtype))
-    counted = ~torch.isin(batch.targets, torch.tensor(model.banned_tokens, dtype=torch.long))
+    counted = _find_counted(model, batch)
     apart, own, other = ((one.logprobs.double() - truth.logprobs)[counted].abs() for one in each)
     return [*stages, Stage("the output layer", apart, own, other, states.dtype)]
+
+
+def _find_counted(model: ModelSpec, batch: TrainBatch) -> Tensor:
+    """Find the targets that may be sampled, ``[N]`` bool: those of images have no probability."""
+    return ~torch.isin(batch.targets, torch.tensor(model.banned_tokens, dtype=torch.long))
 
 
 @torch.no_grad()

@@ -96,8 +96,8 @@ class WorkerGroup:
         metrics, tokens = {"grad_norm": results[0].grad_norm, "lr": results[0].lr}, float(batch.mask.sum())
         metrics["prompt_sharing"] = batch.num_tokens / schedule.count_computed()
         metrics |= results[0].routing
-        for name in results[0].metrics:
-            values = [result.metrics[name] for result in results]
+        for name in dict.fromkeys(name for result in results for name in result.metrics):
+            values = [result.metrics[name] for result in results if name in result.metrics]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / tokens
         outputs = schedule.restore([result.outputs for result in results if result.outputs])
         if note_result:

@@ -185,8 +185,11 @@ class _Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End the update. A worker that is lost here needs no repetition: whoever asks it next hears so."""
+        before = self.failure
         with suppress(EnginesLostError):
             self._call("end_transfer", [(self.version, self.checksums)] * len(self._receivers))
+        if isinstance(self.failure, EnginesLostError):
+            self.failure = before
 
     def _call(self, method: str, arguments: Sequence[tuple], break_off: Callable[[], None] | None = None) -> None:
         if self.failure:

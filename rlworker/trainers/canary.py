@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from engines.batch.samples import Sampling
 from engines.batch.shard import get_logprobs
 from engines.models.spec import ModelSpec
@@ -51,7 +53,8 @@ class Canary:
         row = next((row for row in self.rows if row.images), None)
         if row or not parts:
             parts.append(self._compare([row or self.rows[0]], scores_prompt=False))
-        return {name: max(part.get(name, 0.0) for part in parts) for name in {**parts[0], **parts[-1]}}
+        names = {**parts[0], **parts[-1]}
+        return {name: float(np.max([part.get(name, 0.0) for part in parts])) for name in names}  # NaN is the larger
 
     def measure_floor(self) -> float | None:
         """Measure the mean |rollout - trainer logprob| over 256 prompt tokens or more; None without such text."""

@@ -30,10 +30,13 @@ def complete_step(metrics: dict[str, float], version: int, times: dict[str, floa
 
 
 def average(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Average the metrics of optimizer steps; of a metric whose name ends in ``_max``, take the largest."""
-    parts = list(parts)
-    means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-    return means | {name: max(part[name] for part in parts) for name in means if name.endswith("_max")}
+    """Average the metrics of optimizer steps, each over those that have it; of a metric whose name ends in ``_max``,
+    take the largest."""
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, []).append(value)
+    return {name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in found.items()}
 
 
 def measure_policy_kl(batch: TrainBatch, logprobs: Tensor) -> dict[str, float]:

@@ -126,10 +126,9 @@ def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Foreca
     """
     actor, model, algorithm = config.actor, models["actor"], config.algorithm
     minis = algorithm.mini_batches
-    prompts = max(1, config.prompts_per_step // minis)
     lengths = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    samples = config.samples_per_prompt
-    tokens = schedule_tokens(model, actor, get_platform(config.platform), *lengths, prompts, samples)
+    counts = config.rows_per_mini_batch, config.samples_per_prompt
+    tokens = schedule_tokens(model, actor, get_platform(config.platform), *lengths, *counts)
     learners = [role for role in models if role in ("actor", "critic")]
     scoring = [role for role in models if role != "actor"] + ["actor"] * (algorithm.optimizer_steps > 1)
     update = _sum(forecast_update(models[role], actor, config.platform, tokens, machine) for role in learners)
@@ -153,7 +152,8 @@ def forecast_step(config: RunConfig, models: Models, machine: Machine) -> Foreca
     step = max(behind, ahead[min(staleness, _MOST_AHEAD) - 1]) if staleness else prefill + decode + behind
     computed = tokens.slots * actor.dp * minis
     inputs = [sum(lengths) - 1] * config.samples_per_step
-    useful = model.count_training_flops(inputs, computed, bool(actor.lora.rank)) * algorithm.epochs
+    frozen = bool(actor.lora.rank)
+    useful = sum(models[role].count_training_flops(inputs, computed, frozen) for role in learners) * algorithm.epochs
     return Forecast(
         phases,
         busy,

@@ -255,12 +255,13 @@ def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float)
             other = replace(actor, recompute=kind, micro_batch_tokens=most, tp=tp, pp=pp, ep=ep, ranks=ranks)
             for model in models.values():
                 other.check_model(model)
+            changed = replace(config, actor=other)  # other settings may refuse it, such as engines on the same devices
         except ValueError:
             continue
         changes = _list_changes(actor, other)
-        candidates.append(((len(changes), ranks, -most, tp * pp, ep, changes), other))
-    for (*_, changes), other in sorted(candidates, key=lambda candidate: candidate[0]):
-        needs = list_misfits(make_plan(replace(config, actor=other), models), memory_gb)
+        candidates.append(((len(changes), ranks, -most, tp * pp, ep, changes), changed))
+    for (*_, changes), changed in sorted(candidates, key=lambda candidate: candidate[0]):
+        needs = list_misfits(make_plan(changed, models), memory_gb)
         if all(need.is_rollout for need in needs):
             return " ".join(changes)
     return ""

@@ -76,15 +76,15 @@ def schedule_tokens(
     platform: Platform,
     prompt: int,
     sampled: int,
-    prompts: int,
+    count: int,
     samples: int,
 ) -> Tokens:
-    """Schedule equal samples as a step does, and count what a replica computes.
+    """Schedule the equal samples of a mini-batch as a step does, and count the tokens that a replica computes.
 
     Args:
-        prompt, sampled: tokens of each. prompts: their number. samples: of each prompt.
+        prompt, sampled: tokens of each. count: number of the samples. samples: those of each prompt.
     """
-    count, inputs = prompts * samples, prompt + sampled - 1
+    inputs = prompt + sampled - 1
     lengths, beginnings = [inputs] * count, None
     if choose_sharing(actor, platform) != "none" and actor.layout == "thd":
         copied = count_copied_slots(model, actor, platform.kernel_memory)

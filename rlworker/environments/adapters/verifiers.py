@@ -57,4 +57,5 @@ async def _hear(process: Any, answers: dict[int, asyncio.Future]) -> None:
         if not (answer := answers.pop(told["number"])).done():
             answer.set_exception(RuntimeError(told["error"])) if told["error"] else answer.set_result(told["reward"])
     for number in [number for number in answers if number >= 0]:
-        answers.pop(number).set_exception(RuntimeError("verifiers: its program ended; environment.log shows the cause"))
+        if not (answer := answers.pop(number)).done():  # an episode at its time limit has cancelled its own
+            answer.set_exception(RuntimeError("verifiers: its program ended; environment.log shows the cause"))

@@ -1,6 +1,7 @@
 """``rlworker bisect``: the first layer that differs from HuggingFace by more than rounding."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.models import make_vlm
 
+from engines.batch.batch import TrainBatch
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.config import BisectConfig
@@ -35,6 +37,19 @@ def test_a_layer_of_the_trainer_is_named(one_rank, make_hf_model):
     assert not found[0] and found[1].startswith("layer 2 is the first") and found[1].endswith("no other does"), found
     states.stages[3][40, 0] = torch.nan
     assert judge(model, batch, states)[1].startswith("layer 3 is the first that differs: rms nan"), states
+
+
+def test_the_place_is_that_of_the_batch_where_targets_of_images_do_not_count(monkeypatch):
+    from rlworker.checks import bisect
+
+    batch = TrainBatch.from_ids([[1, 99, 99, 99, 5, 6], [7, 8, 9, 10, 11]], [4, 1])
+    rows = {number: torch.ones(batch.num_tokens, 4) for number in range(2)}
+    states = bisect.States("float32", 1.0, (99,), rows, torch.zeros(batch.num_tokens))
+    states.logprobs[7] = 1.0
+    anew = lambda model, batch, given, *_: replace(given, logprobs=torch.zeros(batch.num_tokens).double())  # noqa: E731
+    monkeypatch.setattr(bisect, "compute_anew", anew)
+    passed, text = bisect.judge(cast(ModelSpec, SimpleNamespace(banned_tokens=(99,))), batch, states)
+    assert not passed and "at sequence 1, position 2 (id 9)" in text
 
 
 def test_rows_are_read_or_refused_by_line(tmp_path):

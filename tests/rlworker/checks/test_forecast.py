@@ -43,6 +43,18 @@ def model(tmp_path) -> ModelSpec:
     return ModelSpec.from_folder(write_config(tmp_path, QWEN_05B))
 
 
+def test_mini_batches_have_their_samples_and_flops_are_all_learners(model):
+    def forecast(prompts: int, minis: int, *learners: str):
+        config = make_config(model.folder, {"max_new_tokens": 2048, "max_model_len": 4096}, prompts)
+        config = replace(config, algorithm=AlgorithmConfig(mini_batches=minis))
+        return forecast_step(config, dict.fromkeys(learners or ("actor",), model), H100)
+
+    whole, odd = forecast(64, 32), forecast(63, 32)
+    assert odd.phases["update"] == pytest.approx(whole.phases["update"], rel=0.02), "31.5 samples of 32"
+    assert forecast(2, 16).phases["update"] < forecast(16, 16).phases["update"] / 1.5, "2 samples of 16"
+    assert forecast(64, 32, "actor", "critic").mfu == pytest.approx(whole.mfu, rel=0.05)
+
+
 def add_ranks(model: ModelSpec, actor: MegatronConfig, tokens) -> float:
     """FLOPs of products on all ranks."""
     stages = (count_passes(model, actor, CUDA, stage, tokens, True).products for stage in range(actor.pp))
@@ -53,12 +65,12 @@ def add_ranks(model: ModelSpec, actor: MegatronConfig, tokens) -> float:
 def test_products_are_those_that_the_model_counts(tmp_path, family):
     model = ModelSpec.from_folder(write_config(tmp_path, family))
     actor = MegatronConfig(dtype="bfloat16", share="none", micro_batch_tokens=640)  # all logits of one are kept
-    tokens = schedule_tokens(model, actor, CUDA, 1, 320, 8, 16)
+    tokens = schedule_tokens(model, actor, CUDA, 1, 320, 128, 16)
     expected = model.count_training_flops([1] * 128 * 320)  # no token attends to more than itself
     assert add_ranks(model, actor, tokens) == pytest.approx(expected, rel=1e-3)
     for sizes in ({"ranks": 4, "tp": 2}, {"ranks": 4, "pp": 2}, {"ranks": 8, "tp": 2, "cp": 2, "pp": 2}):
         cut = replace(actor, **sizes)
-        spread = schedule_tokens(model, cut, CUDA, 1, 320, 8, 16)
+        spread = schedule_tokens(model, cut, CUDA, 1, 320, 128, 16)
         assert add_ranks(model, cut, spread) == pytest.approx(expected, rel=0.02), sizes
     layers, head = model.count_used_weights()
     again = add_ranks(model, replace(actor, recompute="full"), tokens)
@@ -71,7 +83,7 @@ def test_products_are_those_that_the_model_counts(tmp_path, family):
 
 def test_frozen_weights_are_not_gathered_and_adapters_move_inputs_and_outputs(model):
     """By hand: a gather and a sum around attention and MLP, each way, and two gathers for weights that learn."""
-    tokens = schedule_tokens(model, MegatronConfig(dtype="bfloat16", share="none"), CUDA, 1, 320, 8, 16)
+    tokens = schedule_tokens(model, MegatronConfig(dtype="bfloat16", share="none"), CUDA, 1, 320, 128, 16)
     learned, frozen = (
         count_passes(model, MegatronConfig(dtype="bfloat16", ranks=2, tp=2, lora=lora), CUDA, 0, tokens, True)
         for lora in (LoraConfig(), LoraConfig(rank=8))
@@ -90,7 +102,7 @@ def test_frozen_weights_are_not_gathered_and_adapters_move_inputs_and_outputs(mo
 
 def test_a_prompt_is_computed_and_attended_to_once(model):
     alone, shared = (
-        schedule_tokens(model, MegatronConfig(dtype="bfloat16", share=way), CUDA, 256, 64, 8, 16)
+        schedule_tokens(model, MegatronConfig(dtype="bfloat16", share=way), CUDA, 256, 64, 128, 16)
         for way in ("none", "prompts")
     )
     assert alone.slots == 128 * 319 and shared.slots == 8 * 256 + 128 * 63
@@ -115,7 +127,7 @@ def test_updates_beside_those_that_one_h100_took(model):
     measured = {(256, "none"): 0.426, (512, "none"): 0.678, (256, "prompts"): 0.207, (512, "prompts"): 0.221}
     for (prompt, share), seconds in measured.items():
         actor = MegatronConfig(dtype="bfloat16", share=share)
-        tokens = schedule_tokens(model, actor, CUDA, prompt, 64, 8, 16)
+        tokens = schedule_tokens(model, actor, CUDA, prompt, 64, 128, 16)
         found = compute_seconds(H100, count_passes(model, actor, CUDA, 0, tokens, True), "bfloat16", {})
         assert found == pytest.approx(seconds, rel=0.2)
 

@@ -223,6 +223,9 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(folder, models)
     fitting = replace(config, actor=replace(config.actor, **changes))
     assert changes and not list_misfits(make_plan(fitting, models), 80.0)
     assert find_nearest(config, models, 1.0) == ""
+    shared = replace(config, actor=MegatronConfig(ranks=2), rollout=replace(config.rollout, engines=2))
+    shared = replace(shared, placement=PlacementConfig(colocate=True))
+    assert find_nearest(shared, models, 1.0) == "", "one rank would not have the engines' devices"
 
 
 def test_experts_by_hand_and_the_nearest_sizes_that_hold_them(tmp_path):

@@ -288,6 +288,12 @@ def test_metrics_of_a_step():
         metrics, _ = group.train_step(TrainBatch.from_ids([[1, 2, 3]], [1]), None, 1.0)
         rest = {"loss": 3.0, "x_max": 3.0, "grad_norm": 1.0, "lr": 0.5, "prompt_sharing": 1.0}
         assert metrics == rest | routing
+    sees, reads = ({"loss": 1.0, "images": 3.0}, {"loss": 2.0})  # a metric that one replica has
+    parts = [(reads, outputs), (sees, None)]
+    results = [StepResult(sums, kept, grad_norm=1.0, lr=0.5, routing={}) for sums, kept in parts]
+    group.call_sharded = lambda *_: results
+    metrics, _ = group.train_step(TrainBatch.from_ids([[1, 2, 3]], [1]), None, 1.0)
+    assert (metrics["loss"], metrics["images"]) == (1.5, 1.5)
 
 
 def test_a_weight_outside_the_mask_is_refused_where_logprobs_are_known_within_it_alone():

@@ -105,6 +105,8 @@ class Member:
         self.steps.append(("begin", version))
 
     def end_transfer(self, version: int, checksums: dict) -> None:
+        if self.dies_at == "end":
+            os._exit(1)
         self.steps.append(("end", version, checksums))
 
     def get_steps(self) -> list:
@@ -136,4 +138,7 @@ def test_all_workers_take_the_steps_of_a_transfer_and_one_that_dies_ends_it(clus
     assert ray.get(members[0].get_steps.remote())[-1] == ("end", 3, {})
     deferring.update_weights({"is bad": True})
     deferring.start_weight_update()
+    dying = _Client([Receiver(actor.remote(1, "end"), "gloo", 1)], True)
+    dying.finish_weight_update()
+    assert dying.failure is None, "the others have the weights, and may not get them again"
     assert "bad" in str(deferring.failure) and ray.get(members[0].get_steps.remote())[-1] == ("end", 3, {})

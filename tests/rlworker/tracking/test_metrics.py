@@ -90,6 +90,13 @@ def test_seconds_of_the_start_are_of_this_program(capsys):
     assert before - 0.1 <= float(said[1]) <= read_process_age() + 0.1
 
 
+def test_a_metric_that_some_optimizer_steps_lack_is_the_mean_of_the_others():
+    from rlworker.trainers.step_metrics import average
+
+    parts = [{"a": 1.0, "b_max": 2.0}, {"a": 3.0, "c": 5.0}, {"a": 5.0, "b_max": 4.0, "c": 7.0}]
+    assert average(parts) == average(reversed(parts)) == {"a": 3.0, "b_max": 4.0, "c": 6.0}
+
+
 def test_the_rate_of_an_update_counts_epochs_and_the_models_that_learned():
     """Two sequences of 3 and 2 tokens, of which 4 were computed: worked by hand."""
     from rlworker.trainers.step_metrics import measure_flops
