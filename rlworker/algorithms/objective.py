@@ -49,7 +49,10 @@ class Objective:
                 f"a {type(result).__name__}"
             )
         columns, returns = result if isinstance(result, tuple) else (result, None)
-        return replace(batch, advantages=columns, returns=returns)
+        try:
+            return replace(batch, advantages=columns, returns=returns)
+        except ValueError as error:
+            raise RunError(f"advantage: {self.advantage!r:.80} returned other columns than [N]: {error}") from error
 
 
 def make_objective(

@@ -153,8 +153,10 @@ def render_messages(
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.
-        ValueError: arguments of a tool call are text that is no JSON.
+        ValueError: arguments of a tool call are text that is no JSON, or the template shows no tools.
     """
+    if tools and isinstance(tokenizer.chat_template, str) and not re.search(r"\btools\b", tokenizer.chat_template):
+        raise ValueError("the chat template does not read tools, so that the model would not see them; leave tools out")
     messages = [load_arguments(message) for message in messages]
     written = _find_part_tokens(tokenizer, str(tokenizer.chat_template)) if has_images(messages) else {}
     for place, message in enumerate(messages):

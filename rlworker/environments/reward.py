@@ -178,7 +178,7 @@ def check_reward(reward: Any) -> None:
 def check_arguments(function: Callable, call: str) -> None:
     """Raise ValueError if a function cannot be called with two arguments, as in ``call``: ``"reward(text, row)"``."""
     try:
-        signature(function, follow_wrapped=False).bind(None, None)  # a wrapper may take other arguments
+        bound = signature(function, follow_wrapped=False).bind(None, None)  # a wrapper may take other arguments
     except TypeError as error:
         raise ValueError(
             f"{call.partition('(')[0]}: {name_function(function)} cannot be called as {call} ({error}); give further "
@@ -186,6 +186,11 @@ def check_arguments(function: Callable, call: str) -> None:
         ) from None
     except ValueError:  # a builtin that does not tell
         return
+    if call.startswith("reward") and next(iter(bound.arguments)) == "policy":
+        raise ValueError(
+            f"environment: {name_function(function)} takes a policy and is not async; write `async def "
+            "environment(policy, row) -> Episode`"
+        )
 
 
 def _takes_text(function: Any) -> bool:

@@ -278,6 +278,5 @@ def _explain_failures(scores: Scores) -> str:
     return (
         f"environment: {scores.summarise()}. A step without one reward teaches nothing. Mend the environment or reward "
         f"({ENVIRONMENT_LOG} has what it printed): let it give a number where a text is wrong, or raise "
-        "--environment.time-limit-s where it had too little time. What was learned before is saved: go on from it with "
-        "--resume"
+        "--environment.time-limit-s where it had too little time. --resume goes on from the last step that was learned"
     )

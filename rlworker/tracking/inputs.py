@@ -178,6 +178,14 @@ def _list_changes(before: Digests, now: Digests) -> Iterator[str]:
         old, new = before[name], now[name]
         if name.startswith("data.") and [*old.values()] == [*new.values()]:
             continue  # the same rows, at another path where the files' names differ
+        if not old.keys() & new.keys():
+            yield f"{name} was {_spell_files(old)}, is {_spell_files(new)}"
+            continue
         for part in sorted(old.keys() | new.keys()):
             if (was := old.get(part, "not there")) != (found := new.get(part, "not there")):
                 yield f"{name} {part} was {was}, is {found}"
+
+
+def _spell_files(files: Mapping[str, str]) -> str:
+    shown = [f"{name} ({text})" for name, text in sorted(files.items())[:3]]
+    return ", ".join([*shown, f"{len(files) - 3} more"] if len(files) > 3 else shown)

@@ -81,6 +81,8 @@ def refuse_other_names(unknown: Sequence[tuple[str, str]], own: Collection[str])
             options = {*re.findall(r"--([a-z][\w.-]*)", other.here)}
             here = other.here or "no option"
             here += " (of RL recipes)" if options and not {f"--{option}" for option in options} & {*own} else ""
+            if name.replace("_", "-") in options:  # verl calls it so too
+                here = "an option of RL recipes, which this one has no use for"
             told.append(f"  {word.partition('=')[0]}: {here}. {other.remark}".rstrip())
     if told:
         sys.exit(

@@ -18,6 +18,7 @@ from rlworker.config.algorithm import ALGORITHMS, AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CriticConfig
+from rlworker.errors import RunError
 
 PROMPTS, GROUP, LONGEST, PROMPT = 3, 4, 10, 2
 ROLLOUT = VllmConfig(max_new_tokens=LONGEST)
@@ -308,3 +309,10 @@ def test_the_page_has_every_name():
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
     table = page.partition("## By name")[2].partition("\n\n| name | source")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.M) == [*ALGORITHMS]
+
+
+def test_an_advantage_of_another_length_is_named():
+    objective = make_objective(RunConfig(), advantage=lambda batch: torch.zeros(3))
+    batch = TrainBatch.from_ids([[1, 2, 3]], [1])
+    with pytest.raises(RunError, match=r"advantage: <function .* returned other columns than \[N\]: .* has 3 entries"):
+        objective.add_advantages(batch)

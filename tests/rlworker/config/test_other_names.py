@@ -71,6 +71,11 @@ def test_all_are_told_at_once_and_those_of_other_programs_as_such():
     assert "--samples-per-prompt (of RL recipes)" in said and "--actor.layout thd." in said
 
 
+def test_an_option_that_only_rl_recipes_have_is_not_its_own_counterpart():
+    said, _ = parse(SftConfig(), "--rollout.max-model-len", "64")
+    assert "--rollout.max-model-len: an option of RL recipes, which this one has no use for" in said
+
+
 @pytest.mark.parametrize(
     "typed",
     [

@@ -87,6 +87,12 @@ def test_parts_are_written_as_the_template_writes_them(template, arguments, want
     assert render_messages(messages, tokenizer) == (want or "u:See<image><image>\n?;a:A <image>;u:<video>.;")
 
 
+def test_tools_that_no_template_reads_are_refused():
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    with pytest.raises(ValueError, match="the chat template does not read tools, so that the model would not see them"):
+        render_messages([{"role": "user", "content": "?"}], make_tokenizer("{{ messages[0].content }}"), tools=[tool])
+
+
 def test_variables_that_no_template_reads_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"^data: chat_template_args has 'thin', which the chat template does not read"

@@ -62,9 +62,13 @@ def test_arguments_in_openais_form_are_learned_as_objects(tmp_path, make_hf_mode
 
 def test_a_call_that_the_template_leaves_out_is_named(tmp_path, make_hf_model):
     """Else an empty answer would be learned in its place."""
+    tokenizer = copy(make_tokenizer("qwen"))
+    messages = [message | {"content": message.get("content") or ""} for message in CALLS]
+    with pytest.raises(ValueError, match=r"line 1: .*the chat template does not read tools"):
+        learn(tokenizer, tmp_path, make_hf_model, {"messages": messages, "tools": [TOOL]})
+    tokenizer.chat_template = "{{ tools and '' }}" + TEMPLATES["qwen"]
     with pytest.raises(ValueError, match=r"line 1: .*it does not write the call of "):
-        messages = [message | {"content": message.get("content") or ""} for message in CALLS]
-        learn(make_tokenizer("qwen"), tmp_path, make_hf_model, {"messages": messages, "tools": [TOOL]})
+        learn(tokenizer, tmp_path, make_hf_model, {"messages": messages, "tools": [TOOL]})
 
 
 def test_a_template_that_drops_thinking_makes_a_sequence_of_each_turn(tmp_path, make_hf_model):

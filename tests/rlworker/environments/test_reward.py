@@ -109,6 +109,7 @@ def test_async_scorers_wait_side_by_side():
         (Judge, r"Judge cannot be called as reward\(text, row\)"),
         (batch_reward(partial(judge_all)), "judge_all .* is async and a batch reward"),
         (stream, "stream .* is an async generator, and a scorer returns one number"),
+        (lambda policy, row: None, r"environment: .* takes a policy and is not async; write `async def environment"),
         (batch_reward(lambda texts: texts), r"cannot be called as reward\(texts, rows\)"),
     ],
 )

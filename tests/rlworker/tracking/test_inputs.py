@@ -195,7 +195,7 @@ def test_a_run_that_was_moved_with_its_inputs_goes_on_and_tells_their_paths(begu
         begin(replace(config, data=replace(data, heldout_sets={"easy": data.heldout_sets["hard"]})))
     other = moved / "other.jsonl"
     other.write_text((moved / "inputs/train.jsonl").read_text().replace('"2"', '"3"', 1))
-    with pytest.raises(ValueError, match=r"train\.jsonl was .* is not there; .*other\.jsonl was not there"):
+    with pytest.raises(ValueError, match=r"data\.train was \S*train\.jsonl \(\d+ bytes, .*, is \S*other\.jsonl \("):
         begin(replace(config, data=replace(data, train=str(other))))
     shutil.copytree(moved / "inputs/model", moved / "model")
     train_one_row(moved / "model/model.safetensors")
