@@ -1,7 +1,7 @@
 """GRPO on the grade-school questions of GSM8K (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168).
 
-python -m recipes.grpo_gsm8k --model FOLDER        an instruct model of up to 8 billion parameters
-python -m recipes.grpo_gsm8k --smoke               the same recipe, tiny, on a CPU
+    python -m recipes.grpo_gsm8k --model FOLDER        an instruct model of up to 8 billion parameters
+    python -m recipes.grpo_gsm8k --smoke               the same recipe, tiny, on a CPU
 
 In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB; with ``--platform``
 the sizes of a node of that platform.

@@ -1,7 +1,9 @@
 """PPO on GSM8K: the same questions as recipes.grpo_gsm8k, a critic in place of groups.
 
-python -m recipes.ppo_gsm8k --model FOLDER         an instruct model of up to 8 billion parameters
-python -m recipes.ppo_gsm8k --smoke                the same recipe, tiny, on a CPU
+    python -m recipes.ppo_gsm8k --model FOLDER         an instruct model of up to 8 billion parameters
+    python -m recipes.ppo_gsm8k --smoke                the same recipe, tiny, on a CPU
+
+The sizes are those of recipes.grpo_gsm8k, and just as untested.
 """
 
 from dataclasses import replace

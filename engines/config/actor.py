@@ -99,7 +99,7 @@ class MegatronConfig:
     too."""
     router_bias_rate: Annotated[float, Ge(0), FINITE] = 0.0
     """How far an expert's bias moves after an optimizer step: up where its load is below the mean, down where above.
-    0 leaves biases as they are; models without them take no other."""
+    0 leaves biases as they are. A model whose experts have no bias is refused with any other value."""
     timeout_s: Annotated[int, Ge(1), Le(10**9)] = 600
     """Seconds that a collective may wait for another rank before the run fails."""
     megatron: PassThrough = field(default_factory=dict)

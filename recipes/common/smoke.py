@@ -27,7 +27,8 @@ class RecipeConfig(RunConfig):
 
     smoke: bool = False
     """Try the recipe: two steps on a CPU with tiny models and sixteen rows, made on the spot. Sizes of the engines and
-    of the data are replaced; algorithm, rewards and rates stay."""
+    of the data are replaced; algorithm, rewards and rates stay. Files go to run_dir with _smoke added: --run-dir X has
+    its run folder at X_smoke/run."""
     smoke_model: SmokeText = "qwen3"
     """Kind of the tiny model that smoke makes: all layers with attention, with experts, or some with a state."""
 
@@ -52,7 +53,8 @@ class SftRecipeConfig(SftConfig):
 
     smoke: bool = False
     """Try the recipe: two steps on a CPU with tiny models and sixteen rows, made on the spot. Sizes of the engines and
-    of the data are replaced; losses and rates stay."""
+    of the data are replaced; losses and rates stay. Files go to run_dir with _smoke added: --run-dir X has its run
+    folder at X_smoke/run."""
     smoke_model: SmokeText = "qwen3"
     """Kind of the tiny model that smoke makes: all layers with attention, with experts, or some with a state."""
 

@@ -1,7 +1,7 @@
 """GRPO on the geometry problems of Geometry3K (Lu et al. 2021, https://arxiv.org/abs/2105.04165), each with a figure.
 
-python -m recipes.images.grpo_geo3k --model FOLDER        a Qwen2.5-VL or Qwen3-VL of 7 or 8 billion parameters
-python -m recipes.images.grpo_geo3k --smoke               the same recipe, tiny, on a CPU
+    python -m recipes.images.grpo_geo3k --model FOLDER        a Qwen2.5-VL or Qwen3-VL of 7 or 8 billion parameters
+    python -m recipes.images.grpo_geo3k --smoke               the same recipe, tiny, on a CPU
 
 In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB; with ``--platform``
 the sizes of a node of that platform.

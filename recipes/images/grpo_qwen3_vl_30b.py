@@ -1,8 +1,8 @@
 """GRPO of Qwen3-VL-30B-A3B, a mixture of 128 experts that sees images (Bai et al. 2025,
 https://arxiv.org/abs/2511.21631), on the geometry problems of recipes.images.grpo_geo3k.
 
-python -m recipes.images.grpo_qwen3_vl_30b --model FOLDER        Qwen3-VL-30B-A3B, or a mixture of its size
-python -m recipes.images.grpo_qwen3_vl_30b --smoke               the same recipe, tiny, on a CPU
+    python -m recipes.images.grpo_qwen3_vl_30b --model FOLDER        Qwen3-VL-30B-A3B, or a mixture of its size
+    python -m recipes.images.grpo_qwen3_vl_30b --smoke               the same recipe, tiny, on a CPU
 
 In full, which is untested: on the devices, and with the rates, of recipes.sized.grpo_qwen3_30b.
 """

@@ -1,8 +1,8 @@
 """PPO with a critic that sees images, on the geometry problems of Geometry3K (Lu et al. 2021,
 https://arxiv.org/abs/2105.04165), each with a figure.
 
-python -m recipes.images.ppo_geo3k --model FOLDER         a Qwen2.5-VL, Qwen3-VL or Gemma 3 of 4 to 8 billion parameters
-python -m recipes.images.ppo_geo3k --smoke                the same recipe, tiny, on a CPU
+    python -m recipes.images.ppo_geo3k --model FOLDER     a Qwen2.5-VL, Qwen3-VL or Gemma 3 of 4 to 8 billion parameters
+    python -m recipes.images.ppo_geo3k --smoke            the same recipe, tiny, on a CPU
 
 In full, which is untested: eight training ranks that hold actor, reference and critic, and four vLLM engines, each on a
 device of 80 GB; with ``--platform`` the sizes of a node of that platform.

@@ -1,7 +1,7 @@
 """GRPO on an agent of the ``openai`` client with two tools: it calculates, and hands in the answer to a question.
 
-python -m recipes.served.agent_openai --model FOLDER        an instruct model that writes calls as Hermes and Qwen do
-python -m recipes.served.agent_openai --smoke               the same recipe, tiny, on a CPU
+    python -m recipes.served.agent_openai --model FOLDER    an instruct model that writes calls as Hermes and Qwen do
+    python -m recipes.served.agent_openai --smoke           the same recipe, tiny, on a CPU
 
 The agent is any program that talks to OpenAI's API: it gets a base URL, and each of its calls is a turn that is
 trained. In full, which is untested: eight training ranks and four vLLM engines, each on a device of 80 GB.

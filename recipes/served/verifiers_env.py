@@ -1,7 +1,7 @@
 """GRPO on a taskset of ``verifiers`` (https://github.com/PrimeIntellect-ai/verifiers), played by its own harness.
 
-python -m recipes.served.verifiers_env --model FOLDER --taskset gsm8k-v1     an instruct model
-python -m recipes.served.verifiers_env --smoke                               sums, tiny, on a CPU
+    python -m recipes.served.verifiers_env --model FOLDER --taskset gsm8k-v1     an instruct model
+    python -m recipes.served.verifiers_env --smoke                               sums, tiny, on a CPU
 
 ``bash scripts/setup.sh verifiers`` makes a Python with the package; ``--python`` names another one, with the tasksets
 that are installed there. Harness and rewards are the taskset's. In full, which is untested: eight training ranks and

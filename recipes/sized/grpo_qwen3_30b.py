@@ -1,8 +1,8 @@
 """GRPO of Qwen3-30B-A3B, a mixture of 128 experts (Yang et al. 2025, https://arxiv.org/abs/2505.09388), on competition
 mathematics: the questions of DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476).
 
-python -m recipes.sized.grpo_qwen3_30b --model FOLDER        Qwen3-30B-A3B, or a mixture of its size
-python -m recipes.sized.grpo_qwen3_30b --smoke               the same recipe, tiny, on a CPU
+    python -m recipes.sized.grpo_qwen3_30b --model FOLDER        Qwen3-30B-A3B, or a mixture of its size
+    python -m recipes.sized.grpo_qwen3_30b --smoke               the same recipe, tiny, on a CPU
 
 In full, which is untested: one machine of eight devices of 80 GB, which trainers and vLLM engines use in turn; with
 ``--platform`` the sizes of a node of that platform. Each rollout is one optimizer step: after a step a token may go to

@@ -1,7 +1,7 @@
 """GRPO of a Qwen3.5, whose layers keep a state where others attend to all tokens, on the questions of GSM8K.
 
-python -m recipes.sized.grpo_qwen3_5 --model FOLDER        a dense Qwen3.5 of up to 9 billion parameters
-python -m recipes.sized.grpo_qwen3_5 --smoke               the same recipe, tiny, on a CPU
+    python -m recipes.sized.grpo_qwen3_5 --model FOLDER        a dense Qwen3.5 of up to 9 billion parameters
+    python -m recipes.sized.grpo_qwen3_5 --smoke               the same recipe, tiny, on a CPU
 
 In full, which is untested: the devices, sizes and rates of recipes.grpo_gsm8k. Prompts are computed once a group, and
 states are handed on to the samples.

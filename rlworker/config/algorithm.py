@@ -45,7 +45,7 @@ class Algorithm:
     """The parts of an algorithm. The defaults are those of a run whose settings name no algorithm.
 
     Attributes:
-        advantage, surrogate, aggregation: names of functions in ``rlworker.advantages`` and ``rlworker.losses``.
+        advantage, surrogate, aggregation: names of functions in the modules ``advantages`` and ``losses``.
         clip_low, clip_high, dual_clip: parameters of the surrogate; None takes the default of its function, from its
             paper.
         kl_coef, kl_in, kl_estimate: the KL penalty; for kl_estimate None takes k3 in the loss and k1 in the reward.

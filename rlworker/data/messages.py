@@ -148,7 +148,8 @@ def render_messages(
     such as a newline or a number. A template that takes text alone is given the markers.
 
     Args:
-        tools: JSON schemas, or functions with types and a docstring, from which transformers makes schemas.
+        tools: JSON schemas, or functions of which transformers makes schemas: with types, and a docstring that
+            describes each argument under ``Args:``.
         goes_on: whether to render up to the start of the model's next turn, instead of the end of the last message.
 
     Raises:

@@ -36,7 +36,8 @@ class Chat:
     Args:
         tokenizer: the model's tokenizer, with the chat template.
         messages: messages of the prompt.
-        tools: JSON schemas, or functions with types and a docstring, as transformers takes them.
+        tools: JSON schemas, or functions of which transformers makes schemas: with types, and a docstring that
+            describes each argument under ``Args:``.
         end_token_ids: ids that each end a turn of the model; the template writes one of them too.
         sampled: number of a message of the prompt -> the ids whose text it is, sampled in an earlier sequence.
 

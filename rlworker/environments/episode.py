@@ -49,8 +49,8 @@ class Episode:
         prompt: ids, text or chat messages to begin with instead of the row's prompt. Text is preceded by the special
             tokens with which the tokenizer begins a text, as a row's prompt is.
         images: images of that prompt.
-        tools: tools that the chat template shows to the model: JSON schemas, or functions with types and a docstring,
-            from which transformers makes schemas.
+        tools: tools that the chat template shows to the model: JSON schemas, or functions of which transformers makes
+            schemas: with types, and a Google-style docstring that describes each argument under ``Args:``.
         tool_parser: name of vLLM's parser for this model's tool calls, such as ``hermes``; it fills ``Sample.calls``.
 
     Attributes:

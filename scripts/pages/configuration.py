@@ -44,7 +44,10 @@ compares the page with the classes.
   and values in turn: `--rollout.vllm enforce_eager True`.
 - A recipe may have other defaults than this page. `--help` shows the recipe's own.
 - A setting's name in verl or TRL is answered with ours, from [from_verl.md](from_verl.md).
-- Values are checked before Ray, Megatron or vLLM starts.
+- Settings, folders and the fields of rows are checked before Ray, Megatron or vLLM starts.
+- Tokens of prompts, chat templates and images are checked as rows are read, and so are the options
+  of your own functions. In RL this happens beside the start of Ray, so `Ray is up` may be printed
+  before. No engine loads a model until all of this is checked.
 """
 GROUPS: tuple[tuple[str, type, type | None], ...] = (
     ("Every run that trains", TrainingConfig, None),
