@@ -18,7 +18,10 @@ _ROWS = {"train": 16, "heldout": 8}
 _MAKERS = {"qwen3": make_model, "qwen3_moe": make_expert_model, "qwen3_5_text": make_state_model}
 SmokeText = Literal["qwen3", "qwen3_moe", "qwen3_5_text"]
 """Kind of the tiny model of a recipe for text: of attention alone, with experts, or with states."""
-_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+_CHAT = (
+    "{% for tool in tools or [] %}tool: {{ tool.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+)
 
 
 @dataclass(frozen=True)
