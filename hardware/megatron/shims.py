@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.utils._device import _device_constructors
 
 Undo = Callable[[], None]
 
@@ -71,6 +72,10 @@ def _together(*undos: Undo) -> Undo:
 
 
 def _factories(runtime: Runtime) -> Undo:
+    # ``with torch.device(...)`` looks functions up in a set that torch makes once. It must hold the originals, which
+    # the wrappers call: by torch.tensor transformers asks whether a model is built on "meta".
+    _device_constructors()
+
     def elsewhere(factory):
         @functools.wraps(factory)
         def build(*args, **kwargs):

@@ -167,8 +167,8 @@ class StandIn:
     number: int
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__ray_call__":
-            return self.host.__ray_call__
+        if name in ("__ray_call__", "_actor_id"):  # the id names a lost process in Ray's messages
+            return getattr(self.host, name)
         if name.startswith("_"):
             raise AttributeError(name)
         return Method(self, name)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,17 @@ def test_buckets_grow_with_the_engines(engines, megabytes):
     from rlworker.cluster.train_group import choose_bucket_bytes
 
     assert choose_bucket_bytes(engines) == megabytes * MB
+
+
+def test_a_lost_host_is_described_for_each_worker_that_it_stands_for():
+    import ray
+
+    from rlworker.cluster.process_state import explain
+    from scripts.simulate.stand_ins import StandIn
+
+    host = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "cd"))
+    error = ray.exceptions.OutOfMemoryError("Selected to kill: (Actor(cd): job ID=01, actual memory used=9.31GB)")
+    assert "memory monitor, holding 9.31 GiB" in (explain(error, StandIn(host, 3)) or "")
 
 
 @pytest.mark.large

@@ -104,6 +104,15 @@ def test_resuming_fails_without_adam(patched_ranks, make_hf_model, tmp_path):
     assert SYMPTOMS["adam"] in str(error), "torch's AdamW now resumes: remove the shim 'adam' and FusedAdam"
 
 
+def test_a_device_context_holds_for_factories(one_rank):
+    def make(rank, world):
+        start_process(rank)
+        with torch.device("meta"):
+            return torch.zeros(1).device.type, torch.tensor([]).device.type, torch.empty(1).device.type
+
+    assert one_rank.run(make) == [("meta", "meta", "meta")]
+
+
 def test_dropout_repeats_under_recompute_and_differs_between_tp_ranks(two_ranks):
     """What the RNG shim is for: a checkpointed region draws the same mask twice, tensor-parallel ranks differ."""
 
