@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.ranks.adapter_cases import OPTIMIZER, draw_batch, fill
 from support.ranks.engines_cases import build_engine, plan
+from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engines.batch.batch import TrainBatch
@@ -57,7 +58,7 @@ def run_beside_actor(
         model, most = ModelSpec.from_folder(folder, head="value"), watch_parameters(actor.decoder)
         critic = build_engine(rank, world, address, model, settings, base=base)
         found = {
-            "bytes": count_bytes(list_tensors()) - count_bytes(there),
+            "bytes": count_new_bytes(there),
             "most": most(),
             "planned": plan_parameters(critic, rank, world, shares),
         }
@@ -94,15 +95,17 @@ def step_twice(actor, critic, batch: TrainBatch, shares: bool) -> Iterator:
 
 
 def list_tensors() -> list[torch.Tensor]:
-    """List the tensors of this process. Those on the list stay: one that an earlier test left behind would else go
-    between two lists, and its bytes be missing in the later one."""
+    """List the tensors of floating-point numbers of this process; collectives of objects leave some of bytes behind,
+    which go when their threads are done. Those on the list stay, also one that an earlier test left."""
     gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [each for each in tensors if each.is_floating_point() and not each.is_meta]
 
 
-def count_bytes(tensors: list[torch.Tensor]) -> int:
-    """Count the bytes of tensors, each storage once."""
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+def count_new_bytes(there: list[torch.Tensor]) -> int:
+    """Count the bytes of tensors whose storage none of those that were there has, each storage once."""
+    old, storages = {each.untyped_storage().data_ptr() for each in there}, map(Tensor.untyped_storage, list_tensors())
+    return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in old}.values())
 
 
 def watch_parameters(there: torch.nn.Module) -> Callable[[], int]:
