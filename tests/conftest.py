@@ -100,6 +100,14 @@ def one_rank(four_ranks):
 
 
 @pytest.fixture
+def real_rank(four_ranks):
+    """A rank for a model of gigabytes, which it would hold until the suite's end."""
+    rank = four_ranks.take_first(1)
+    yield rank
+    rank.close()
+
+
+@pytest.fixture
 def pool_of(four_ranks):
     """``pool_of(size)``: as many of the session's ranks as a parallel size takes, such as ``"TP2-CP2"``."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-POOLS = {"cluster": ("cluster",), "ranks": ("four_ranks", "two_ranks", "one_rank", "pool_of")}
+POOLS = {"cluster": ("cluster",), "ranks": ("four_ranks", "two_ranks", "one_rank", "real_rank", "pool_of")}
 """Pool -> the fixtures of conftest.py that start it."""
 
 

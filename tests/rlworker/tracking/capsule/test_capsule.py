@@ -197,13 +197,13 @@ def test_differences_of_a_model_that_sees_images_are_named_at_two_ranks(two_rank
 
 @pytest.mark.large
 @pytest.mark.timeout(1500)
-def test_differences_of_a_real_model_are_named(one_rank, smollm2, tmp_path):
+def test_differences_of_a_real_model_are_named(real_rank, smollm2, tmp_path):
     model = ModelSpec.from_folder(smollm2)
-    group = start_group(one_rank, model, SETTINGS)
+    group = start_group(real_rank, model, SETTINGS)
     capsule = keep_step(group, make_groups(40_000), tmp_path / "capsules" / "step_1")
-    found = replay(capsule, one_rank, model)
+    found = replay(capsule, real_rank, model)
     assert [one.outcome for one in found] == ["ok", "ok"] and found[1].text.startswith("bit for bit in 36"), found
-    check_differences(capsule, one_rank, model, SETTINGS, tuple(name for name in PLACES if "image" not in name))
+    check_differences(capsule, real_rank, model, SETTINGS, tuple(name for name in PLACES if "image" not in name))
 
 
 def test_a_run_keeps_the_steps_that_it_is_asked_for(one_rank, model, tmp_path):
