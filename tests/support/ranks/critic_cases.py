@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.ranks.adapter_cases import OPTIMIZER, draw_batch, fill
 from support.ranks.engines_cases import build_engine, plan
-from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engines.batch.batch import TrainBatch
@@ -95,8 +94,8 @@ def step_twice(actor, critic, batch: TrainBatch, shares: bool) -> Iterator:
 
 
 def list_tensors() -> list[torch.Tensor]:
-    """List the tensors of floating-point numbers of this process; collectives of objects leave some of bytes behind,
-    which go when their threads are done. Those on the list stay, also one that an earlier test left."""
+    """List the tensors of floating-point numbers of this process, as all parameters are. Those on the list stay: the
+    storage of one that an earlier test left is given to no other."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     return [each for each in tensors if each.is_floating_point() and not each.is_meta]
@@ -104,8 +103,9 @@ def list_tensors() -> list[torch.Tensor]:
 
 def count_new_bytes(there: list[torch.Tensor]) -> int:
     """Count the bytes of tensors whose storage none of those that were there has, each storage once."""
-    old, storages = {each.untyped_storage().data_ptr() for each in there}, map(Tensor.untyped_storage, list_tensors())
-    return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in old}.values())
+    old = {each.untyped_storage().data_ptr() for each in there}
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in list_tensors()}
+    return sum(size for place, size in sizes.items() if place not in old)
 
 
 def watch_parameters(there: torch.nn.Module) -> Callable[[], int]:
