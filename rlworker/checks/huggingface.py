@@ -256,6 +256,24 @@ def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "Pr
     return model_class.from_pretrained(spec.folder, dtype=dtype, **plain)
 
 
+@torch.no_grad()
+def perturb_weights(model: "PreTrainedModel", seed: int) -> None:
+    """Overwrite each weight w by w (1 + d), d drawn from -eps/2 to eps/2: at most half a last digit of its type.
+
+    A model whose weights were rounded otherwise is as right as the model itself. What its outputs differ by is what
+    rounding does to them on this machine.
+
+    Args:
+        seed: of the draw; one seed moves the weights alike everywhere.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        half_digit = torch.finfo(parameter.dtype).eps / 2
+        # In float64: 1 + d in the weights' own type would round most moves away.
+        share = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        parameter.copy_(parameter.double() * (1 + half_digit * share))
+
+
 def iterate_logits(
     model: "PreTrainedModel", batch: TrainBatch, arguments: Arguments = lambda one: {}
 ) -> Iterator[tuple[TrainBatch, Tensor]]:
