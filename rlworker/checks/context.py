@@ -10,7 +10,8 @@ from ray.actor import ActorHandle
 
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.huggingface import compute_reference, probe_loss
+from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference import compute_reference
 from rlworker.checks.trainer import LIMITS, CheckedTrainer
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts

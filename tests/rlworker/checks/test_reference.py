@@ -8,7 +8,6 @@ torch's ``Categorical`` has the entropy. The weighted loss is added up here, one
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -32,18 +31,21 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.case import make_case
+from rlworker.checks.case import Case, make_case
 from rlworker.checks.huggingface import (
-    compute_reference,
     computing_in_double,
     load_huggingface,
+    perturb_weights,
     probe_loss,
 )
+from rlworker.checks.reference import Reference, Rounding, compute_reference
 from rlworker.checks.tiny.models import make_tiny_model
 from rlworker.checks.tiny.states import build_model
 from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
 
 TEMPERATURE = 0.7
+SUMS_APART = 1e-11
+"""Most that logprobs in float64 may differ by: other orders of sums make 1e-14, and float32 makes 1e-7."""
 ROWS = ((), (0,), (1, 3))
 """Images of each sequence."""
 
@@ -55,7 +57,7 @@ def sampling_model(spec: ModelSpec):
     process = LogitsProcessorList(
         [TemperatureLogitsWarper(TEMPERATURE), SuppressTokensLogitsProcessor(spec.banned_tokens)]
     )
-    model = load_huggingface(spec)
+    model = load_huggingface(spec, torch.float64)
     model.lm_head.register_forward_hook(lambda module, args, logits: process(None, logits[0])[None])
     return model
 
@@ -74,13 +76,15 @@ def shown(spec: ModelSpec, ids: list[int], paths: list[str]) -> dict:
     if spec.model_type == "internvl":  # the processor of whole rows alone cuts tiles
         processor = AutoProcessor.from_pretrained(spec.folder)
         text = processor.image_token * len(images)
-        return {"pixel_values": processor(images=images, text=text, return_tensors="pt")["pixel_values"]}
+        return {"pixel_values": processor(images=images, text=text, return_tensors="pt")["pixel_values"].double()}
     pixels = dict(AutoImageProcessor.from_pretrained(spec.folder)(images=images, return_tensors="pt"))
+    pixels["pixel_values"] = pixels["pixel_values"].double()
     return kinds | {name: tensor for name, tensor in pixels.items() if name != "num_crops"}
 
 
 def by_labels(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> dict:
-    """``[N]`` logprobs and entropies, 0 at targets that are never sampled, and gradients by the modules' names."""
+    """``[N]`` logprobs and entropies, 0 at targets that are never sampled, and gradients by the modules' names; all in
+    float64."""
     model, total = sampling_model(spec), torch.zeros(())
     logprobs, entropy = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
     starts = [0, *accumulate(batch.lengths)]
@@ -104,11 +108,12 @@ def by_labels(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> dic
 def check(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> None:
     denominator = float(batch.mask.sum())
     found = compute_reference(spec, batch, probe_loss, denominator, TEMPERATURE)
-    want = by_labels(spec, batch, paths)
-    assert float((found.logprobs - want["logprobs"]).abs().max()) <= 1e-5
+    with computing_in_double():
+        want = by_labels(spec, batch, paths)
+    assert float((found.logprobs - want["logprobs"]).abs().max()) <= SUMS_APART
     asked = want["entropy"] != 0
     assert asked[batch.mask].all()
-    assert float((found.entropy - want["entropy"])[asked].abs().max()) <= 1e-5
+    assert float((found.entropy - want["entropy"])[asked].abs().max()) <= SUMS_APART
     saved = load_file(Path(spec.folder, "model.safetensors"))
     assert set(found.gradients) == set(saved)
     # A bias that all keys share has no gradient but rounding.
@@ -117,7 +122,7 @@ def check(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> None:
         (in_folder,) = (key for key, tensor in saved.items() if torch.equal(tensor, parameter))
         gradient = parameter.grad / denominator
         difference = (found.gradients[in_folder] - gradient).norm() / gradient.norm().clamp(min=least)
-        assert float(difference) <= 1e-5, in_folder
+        assert float(difference) <= torch.finfo(torch.float32).eps, in_folder  # in which they are handed on
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False), ("qwen3", True)])
@@ -172,44 +177,110 @@ def test_no_operator_of_the_truth_computes_in_float32(tmp_path, kind):
 
 
 class Ranks:
-    """Ranks that computed what HuggingFace did, and a share of its rounding more."""
+    """Ranks that computed what HuggingFace did, with errors of a known size.
 
-    def __init__(self, reference, share: float):
-        self.reference, self.share, self.shifted = reference, share, []
+    Attributes:
+        reference: of the outputs and gradients.
+        statistic: "mean" moves every logprob alike, "p99" two of a hundred, "max" a single one.
+        share: error of the logprobs, in multiples of what rounding makes of the statistic.
+        gradient_error: relative error of the gradients.
+    """
+
+    def __init__(self, reference: Reference, share: float = 0.0, statistic: str = "mean", gradient_error: float = 0.0):
+        self.reference = reference
+        self.share = share
+        self.statistic = statistic
+        self.gradient_error = gradient_error
 
     def __call__(self, function, *args):
         if function == "compute_outputs":
-            shift = self.share * self.reference.rounding.outputs["logprob mean"]
-            return [TokenOutputs(self.reference.logprobs + shift, self.reference.entropy)]
+            error = self.share * self.reference.rounding.outputs[f"logprob {self.statistic}"]
+            logprobs = self.reference.logprobs.clone()
+            moved = {"mean": len(logprobs), "p99": max(2, len(logprobs) // 50), "max": 1}[self.statistic]
+            logprobs[:moved] += error
+            return [TokenOutputs(logprobs, self.reference.entropy)]
         if function == "read_gradients":
-            scale = 1 + self.share * self.reference.rounding.gradient
-            return [{}, {name: self.reference.gradients[name] * scale for name in args[0]}]
+            scale = 1 + self.gradient_error
+            return [{}, {name: (self.reference.gradients[name].double() * scale).float() for name in args[0]}]
         assert function in ("take_gradients", "hidden_states")
         return [self.reference.hidden]
 
 
-def test_limits_are_a_models_own_rounding(make_hf_model, tmp_path, monkeypatch):
-    """Four times that of HuggingFace in float32, twice that in bfloat16; estimated where memory is short."""
+def make_case_of_one_family(make_hf_model, tmp_path) -> tuple[ModelSpec, Case]:
     spec = ModelSpec.from_folder(make_hf_model("llama", False))
-    case = make_case(spec, 1, str(tmp_path))
-    case = replace(case, batch=case.batch.select(0, 3))
-    compute = partial(compute_reference, spec, case.batch, probe_loss, case.denominator, 1.0)
-    for dtype, factor in (("float32", 4), ("bfloat16", 2)):
-        reference, settings = compute(getattr(torch, dtype)), MegatronConfig(dtype=dtype)
-        for share, outcome in ((0.9 * factor, "ok"), (1.2 * factor, "FAILED")):
-            trainer = CheckedTrainer("cpu", settings, spec, case, reference, Ranks(reference, share))
+    return spec, make_case(spec, 1, str(tmp_path))
+
+
+@pytest.mark.parametrize(("dtype", "gradient_factor"), [("float32", 4), ("bfloat16", 2)])
+def test_limits_are_multiples_of_a_models_own_rounding(make_hf_model, tmp_path, dtype, gradient_factor):
+    """Just below a limit passes and just above it fails, so that no limit may be wider by a fifth, let alone by ten."""
+    spec, case = make_case_of_one_family(make_hf_model, tmp_path)
+    settings = MegatronConfig(dtype=dtype)
+    reference = compute_reference(spec, case.batch, probe_loss, case.denominator, 1.0, dtype=getattr(torch, dtype))
+    assert reference.rounding
+    for statistic, factor in (("mean", 2), ("p99", 2), ("max", 4)):
+        own = reference.rounding.outputs[f"logprob {statistic}"]
+        for share, outcome in ((0.9 * factor, "ok"), (1.1 * factor, "FAILED")):
+            ranks = Ranks(reference, share, statistic)
+            trainer = CheckedTrainer("cpu", settings, spec, case, reference, ranks)
             found = [finding for finding in check_layouts(trainer) if "HuggingFace" in finding.where]
-            found += check_gradients(trainer)
-            assert [finding.outcome for finding in found] == [outcome] * 4, found
-            own = reference.rounding.outputs["logprob mean"], reference.rounding.gradient
-            for finding, value in zip(found, (own[0], own[0], own[1], own[1])):
-                assert f"(HuggingFace {value:.1e}, limit " in finding.text
+            assert [finding.outcome for finding in found] == [outcome] * 2, found
+            assert all(f"logprob {statistic} {share * own:.1e} (HuggingFace {own:.1e}" in f.text for f in found)
+    own = reference.rounding.gradient
+    limit = gradient_factor * own + 8 * torch.finfo(torch.float32).eps
+    for share, outcome in ((0.9, "ok"), (1.1, "FAILED")):
+        ranks = Ranks(reference, gradient_error=share * limit)
+        found = check_gradients(CheckedTrainer("cpu", settings, spec, case, reference, ranks))
+        assert [finding.outcome for finding in found] == [outcome] * 2, found
+        assert all(f"(HuggingFace {own:.1e}, limit {limit:.1e})" in finding.text for finding in found)
+
+
+def test_rounding_is_the_largest_of_draws_from_float64(make_hf_model, tmp_path):
+    """Each draw is computed here anew, with weights that are rounded otherwise, and compared with float64."""
+    spec, case = make_case_of_one_family(make_hf_model, tmp_path)
+    reference = compute_reference(spec, case.batch, probe_loss, case.denominator, 1.0)
+    assert reference.rounding
+    assert reference.logprobs.dtype == torch.float64
+    with computing_in_double():
+        truth = run_forward(load_huggingface(spec, torch.float64), spec, case.batch, probe_loss).outputs.logprobs
+    assert float((reference.logprobs - truth).abs().max()) <= SUMS_APART
+    distances = []
+    for draw in range(1, 5):
+        model = load_huggingface(spec)
+        perturb_weights(model, draw)
+        logprobs = run_forward(model, spec, case.batch, probe_loss).outputs.logprobs.detach()
+        distances.append((logprobs.double() - truth).abs())
+    assert len({float(distance.mean()) for distance in distances}) == 4
+    outputs = reference.rounding.outputs
+    assert outputs["logprob mean"] == pytest.approx(max(float(d.mean()) for d in distances), rel=1e-6)
+    assert outputs["logprob p99"] == pytest.approx(max(float(d.quantile(0.99)) for d in distances), rel=1e-6)
+    assert outputs["logprob max"] == pytest.approx(max(float(d.max()) for d in distances), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_moved_by_at_most_half_a_last_digit(dtype):
+    layer = torch.nn.Linear(64, 64).to(dtype)
+    before = layer.weight.detach().double()
+    perturb_weights(layer, 1)
+    moved = layer.weight.detach().double() - before
+    last_digit = torch.exp2(before.abs().log2().floor()) * torch.finfo(dtype).eps
+    # A number of a type moves by whole last digits: by one if its share of w * eps / 2 is rounded up, and below a power
+    # of two digits are half as large.
+    assert set((moved / last_digit).abs().unique().tolist()) <= {0.0, 0.5, 1.0}
+    assert 0.2 <= float((moved != 0).double().mean()) <= 0.35
+    assert abs(float((moved / last_digit).mean())) <= 0.05
+
+
+def test_limits_are_estimated_where_memory_is_short(make_hf_model, tmp_path, monkeypatch):
+    spec, case = make_case_of_one_family(make_hf_model, tmp_path)
+    case = replace(case, batch=case.batch.select(0, 3))
     told = []
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
-    short = compute(torch.float32, told.append)
+    short = compute_reference(spec, case.batch, probe_loss, case.denominator, 1.0, tell=told.append)
     assert short.rounding is None and short.logprobs.dtype == torch.float32
     assert "limits are estimated" in told[0] and told[1:] == ["HuggingFace, float32"]
-    trainer = CheckedTrainer("cpu", MegatronConfig(), spec, case, short, Ranks(reference, 0.0))
+    exact = replace(short, rounding=Rounding(outputs={"logprob mean": 0.0}, hidden={}, gradient=0.0))
+    trainer = CheckedTrainer("cpu", MegatronConfig(), spec, case, short, Ranks(exact))
     assert all(finding.text.endswith("limit 1e-04, estimated") for finding in check_layouts(trainer))
 
 
