@@ -29,12 +29,15 @@ from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from engines.probes.head import scoring_some
 from engines.probes.mixing import LOUD, Mixing, list_layers
+from engines.probes.rounding import rounding_otherwise
 from engines.probes.states import watching_states
 from hardware.attention.rules import Rule
 from hardware.megatron.experts import sum_load
 
 _PASS_SLOTS = 2**14
 """Tokens that one pass takes at most."""
+_DRAWS = 4
+"""Number of passes of ``measure_rounding`` that round otherwise."""
 _BIAS_STEP = 0.1
 """How far ``step_biases`` moves the bias of an expert: of scores from 0 to 1 so far that tokens choose others."""
 
@@ -202,6 +205,25 @@ def compute_merged(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Toke
         outputs = compute_outputs(engine, kind, batch)
     restore_weights(engine)
     return outputs
+
+
+def measure_rounding(engine: MegatronEngine, batch: TrainBatch) -> float | None:
+    """Measure how far rounding alone moves the logprobs of a batch that every replica computes; None but on leaders.
+
+    Returns:
+        the mean |difference| in nats of the counting tokens between a plain pass and a pass in which each module rounds
+            otherwise: the largest of ``_DRAWS`` such passes.
+    """
+    layout = engine.config.layout
+    plain = compute_outputs(engine, layout, batch)
+    means = []
+    for seed in range(_DRAWS):
+        with rounding_otherwise(engine.device, engine.config.dtype, seed):
+            moved = compute_outputs(engine, layout, batch)
+        if plain is not None and moved is not None:
+            difference = (moved.logprobs.double() - plain.logprobs.double()).abs()
+            means.append(float(difference[batch.mask].mean()))
+    return float(np.max(means)) if means else None
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:

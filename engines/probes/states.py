@@ -15,12 +15,12 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, Shard, change_columns, list_columns
 from engines.interfaces import LossFn, StepResult
 from engines.megatron.engine import MegatronEngine
+from engines.probes.rounding import rounding_otherwise
 from engines.weight_digest import DigestPlan, sum_columns
 
 PROJECTIONS = 4
@@ -199,26 +199,8 @@ def record_rounded(engine: MegatronEngine, shards: list[Shard], loss: LossFn, dt
         shards: the shard of each replica. dtype: name of the type whose unit in the last place is taken.
     """
     recorder, shard = StateRecorder(engine), shards[engine.dp_rank]
-    generator = torch.Generator(engine.device).manual_seed(seed)
-    unit = torch.finfo(getattr(torch, dtype)).eps
-
-    def move(states: Tensor) -> Tensor:
-        drawn = torch.rand(states.shape, generator=generator, device=states.device)
-        return (states.float() * (1 + unit * (2 * drawn - 1))).to(states.dtype)
-
-    def round_otherwise(module: Any, _, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        is_part = not next(module.children(), None) or hasattr(module, "layer_number")
-        if not is_part or not isinstance(first, Tensor) or not first.is_floating_point():
-            return None
-        return (move(first), *output[1:]) if isinstance(output, tuple) else move(first)
-
-    hook = register_module_forward_hook(round_otherwise)
-    try:
-        with recorder.recording() as record:
-            record.outputs = engine.forward(shard)
-    finally:
-        hook.remove()
+    with recorder.recording() as record, rounding_otherwise(engine.device, dtype, seed):
+        record.outputs = engine.forward(shard)
     if record.outputs is not None:
         real = shard.micro_batches()[: len(shard.counts)]
         starts = np.cumsum([0, *(micro.num_tokens for micro in real)])

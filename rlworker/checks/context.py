@@ -1,5 +1,6 @@
 """The engines under check: one model at one set of sizes."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.huggingface import probe_loss
 from rlworker.checks.reference import compute_reference
-from rlworker.checks.trainer import LIMITS, CheckedTrainer
+from rlworker.checks.trainer import FACTORS, LIMITS, CheckedTrainer
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
@@ -23,6 +24,9 @@ _PROBES = "engines.probes.megatron:"
 _FLOOR, _MOST = 5.0, 0.5
 """In bfloat16, the limit on rollout - trainer logprob: this multiple of HuggingFace's own rounding, and at most so many
 nats."""
+_BOTH_ROUND = math.sqrt(2.0)
+"""Factor by which the difference of two engines is larger than one engine's from float64: their rounding has nothing
+in common."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,13 @@ class CheckedEngines:
         maximum."""
         mean, bias, largest = LIMITS["float32" if self.is_exact else "bfloat16"]["rollout"]
         reference = self.trainer.reference
-        if self.config.actor.dtype == "bfloat16" and reference and reference.rounding:
-            mean = min(_FLOOR * reference.rounding.outputs["logprob mean"], _MOST)
+        if reference and reference.rounding:
+            own = reference.rounding.outputs["logprob mean"]
+            if self.config.actor.dtype == "bfloat16":
+                mean = min(_FLOOR * own, _MOST)
+            elif self.is_exact:
+                mean = max(mean, _BOTH_ROUND * FACTORS["mean"] * own)
+                bias = mean / 2
         return mean, bias, largest
 
     def name_workers(self) -> dict[str, ActorHandle]:

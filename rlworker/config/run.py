@@ -27,6 +27,8 @@ from rlworker.config.validation import ValidationConfig
 
 _FP32_LIMITS = 2e-5, 5e-3
 """Mean and largest |rollout - trainer logprob| in float32; larger ones are not due to rounding."""
+_FP32_FLOORS = 2.0
+"""In float32 the limit on the mean is at least this multiple of the floor."""
 _FLOORS, _MOST = 5.0, 0.5
 """In bfloat16 the limit on the mean is this multiple of the floor, at most the second number: models round by 0.02 to
 0.1."""
@@ -282,20 +284,32 @@ class RunConfig(TrainingConfig):
     @property
     def takes_floor(self) -> bool:
         """Tell whether the limit on the mean |rollout - trainer logprob| is measured when the run begins."""
-        return self.limits.logprob_diff_mean is None and not self._is_fp32
+        return self.limits.logprob_diff_mean is None
 
     def find_logprob_limits(self, floor: float | None) -> tuple[float, float]:
-        """Return the mean and largest |rollout - trainer logprob| beyond which the run ends; in bfloat16 the mean
-        follows from ``floor``, the mean difference of the first weights, or None if it was not measured."""
-        bf16 = _MOST if floor is None else min(_MOST, _FLOORS * floor), float("inf")
-        mean, largest = _FP32_LIMITS if self._is_fp32 else bf16
-        own = self.limits.logprob_diff_mean, self.limits.logprob_diff_max
-        return mean if own[0] is None else own[0], largest if own[1] is None else own[1]
+        """Return the mean and largest |rollout - trainer logprob| beyond which the run ends.
+
+        Args:
+            floor: what rounding does to the first weights: in float32 to the actor's logprobs alone, else the mean
+                difference of rollout and trainer. None if it was not measured.
+        """
+        if self.is_fp32:
+            mean, largest = _FP32_LIMITS
+            if floor is not None:
+                mean = max(mean, _FP32_FLOORS * floor)
+        else:
+            mean = _MOST if floor is None else min(_MOST, _FLOORS * floor)
+            largest = float("inf")
+        if self.limits.logprob_diff_mean is not None:
+            mean = self.limits.logprob_diff_mean
+        if self.limits.logprob_diff_max is not None:
+            largest = self.limits.logprob_diff_max
+        return mean, largest
 
     @property
     def importance(self) -> Importance:
         """Kind of importance weight of each token's loss, with ``auto`` resolved."""
-        is_off_policy = self.rollout.staleness > 0 or not self._is_fp32
+        is_off_policy = self.rollout.staleness > 0 or not self.is_fp32
         if (kind := self.algorithm.importance) != "auto":
             return kind
         return "truncated" if is_off_policy else "none"
@@ -306,7 +320,8 @@ class RunConfig(TrainingConfig):
         return super().dtypes | {"rollout": self.rollout.dtype}
 
     @property
-    def _is_fp32(self) -> bool:
+    def is_fp32(self) -> bool:
+        """Tell whether trainers and rollout engines all compute in float32."""
         return {*self.dtypes.values()} == {"float32"}
 
     def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engines.batch.batch import TrainBatch
 from engines.batch.samples import Sampling
 from engines.batch.shard import get_logprobs
 from engines.models.spec import ModelSpec
@@ -61,6 +62,24 @@ class Canary:
         longest = min(self.longest, _FLOOR_TOKENS + 1)
         texts = cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, longest)
         return self._compare(texts, scores_prompt=True)["logprob_diff_mean"] if texts else None
+
+    def measure_rounding(self) -> float | None:
+        """Measure how far rounding alone moves the actor's logprobs of the floor's tokens; None without such text.
+
+        The rollout engines take no part: a fault of theirs makes no limit wider.
+        """
+        longest = min(self.longest, _FLOOR_TOKENS + 1)
+        texts = [row.prompt_ids for row in cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, longest)]
+        if not texts:
+            return None
+        columns = {}
+        if self.model.vision:
+            from engines.images.columns import make_image_columns
+
+            columns = make_image_columns(texts, [()] * len(texts), self.model.vision)
+        batch = TrainBatch.from_ids(texts, [1] * len(texts), **columns)
+        ranks = self.actor.run("engines.probes.megatron:measure_rounding", batch)
+        return next(mean for mean in ranks if mean is not None)
 
     def _list_prompts(self) -> list[tuple[int, ...]]:
         """List the prompts' ids without those of images, which stand in no text."""

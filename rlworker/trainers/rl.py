@@ -63,7 +63,7 @@ class Trainer(Run[RunConfig]):
     """
 
     line = RL_LINE
-    floor: float | None = None  # the mean |rollout - trainer logprob| of the starting weights, where limits need it
+    floor: float | None = None  # as of ``RunConfig.find_logprob_limits``, if limits need it
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class Trainer(Run[RunConfig]):
             self.send_weights(self.rollouts.workers)
         if config.takes_floor:
             with self._phase(clock, "floor"):  # while all have the folder's weights: later ones could be stale
-                self.floor = self.canary.measure_floor()
+                measure = self.canary.measure_rounding if config.is_fp32 else self.canary.measure_floor
+                self.floor = measure()
 
     def take_groups(self, groups: dict[str, WorkerGroup]) -> None:
         self.actor, self.critic = groups["actor"], groups.get("critic")

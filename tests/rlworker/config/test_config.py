@@ -101,13 +101,22 @@ def test_importance_is_truncated_where_an_engine_is_bf16_or_rollouts_run_ahead()
     "section", [{"actor": MegatronConfig(dtype="bfloat16")}, {"rollout": VllmConfig(dtype="bfloat16")}]
 )
 def test_the_limit_in_bfloat16_is_five_times_the_floor(section):
-    """Up to a half; and the one that the user sets wins, for which nothing is measured. In float32 both are fixed."""
-    assert RunConfig().find_logprob_limits(None) == (2e-5, 5e-3) and not RunConfig().takes_floor
+    """Up to a half; and the one that the user sets wins, for which nothing is measured."""
     config = RunConfig(**section)
     assert config.takes_floor and config.find_logprob_limits(0.03) == (pytest.approx(0.15), INF)
     assert config.find_logprob_limits(0.2) == config.find_logprob_limits(None) == (0.5, INF)
     config = RunConfig(**section, limits=LimitsConfig(logprob_diff_mean=1e-3))
     assert not config.takes_floor and config.find_logprob_limits(0.2) == (1e-3, INF)
+
+
+def test_the_limit_in_float32_grows_with_rounding():
+    """Twice the actor's own rounding, at least 2e-5; the limit on the largest difference is fixed."""
+    config = RunConfig()
+    assert config.takes_floor and config.is_fp32
+    assert config.find_logprob_limits(None) == config.find_logprob_limits(0.9e-5) == (2e-5, 5e-3)
+    assert config.find_logprob_limits(1.5e-5) == (pytest.approx(3e-5), 5e-3)
+    config = RunConfig(limits=LimitsConfig(logprob_diff_mean=1e-3))
+    assert not config.takes_floor and config.find_logprob_limits(1.0) == (1e-3, 5e-3)
 
 
 def test_a_separate_reference_takes_as_many_workers_as_the_policy():

@@ -114,6 +114,7 @@ def finished(make_hf_model, data, tmp_path_factory):
         trainer.objective = objective
         faults["none"] = sync_with(trainer, "none")
         faults["floor"] = trainer.canary.measure_floor()
+        faults["rounding"] = trainer.floor
         faults |= steps_of_few_groups(trainer)
         for fault in ("stale", "dropped", "swapped"):
             faults[fault] = sync_with(trainer, fault)
@@ -279,7 +280,7 @@ def test_a_stale_tensor_that_logprobs_cannot_show_stops_the_run(finished):
 def test_engines_agree_on_the_tokens_that_a_floor_is_measured_on(finished):
     assert 0 < finished[1]["floor"] <= MEAN_LIMIT
     line = json.loads((Path(finished[0].run_dir) / "starts.jsonl").read_text())
-    assert "logprob_diff_floor" not in line, "float32 has limits of its own"
+    assert 0 < line["logprob_diff_floor"] == finished[1]["rounding"] <= MEAN_LIMIT
     assert {line["logprob_diff_limit"] for line in read_metrics(Path(finished[0].run_dir))[1:]} == {2e-5}
 
 
