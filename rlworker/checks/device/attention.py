@@ -1,7 +1,9 @@
 """Check core attention against dense attention, for every rule, layout and context-parallel size."""
 
 from collections.abc import Callable
-from itertools import product
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -37,8 +39,35 @@ RULES = (
     Rule(window=5, chunk=8, images=True, prefix=True),
 )
 KINDS, CP_SIZES = ("bshd", "thd"), (1, 2, 4)
-LIMITS = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
-"""Largest difference of an output or gradient, relative to the reference's largest number or 1, whichever is larger."""
+DTYPES = (torch.float32, torch.bfloat16)
+FACTOR = 8.0
+"""Most that an output or gradient may differ from float64, as a multiple of what rounding makes of dense attention. A
+fused kernel adds up in another order; a wrong mask makes thousands of times as much."""
+_DRAWS = 4
+"""Number of times that dense attention computes in the kernel's dtype, each with inputs that are rounded otherwise."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far an output or a gradient of attention is from dense attention in float64, at most.
+
+    Both numbers are shares of the reference's largest number, or of 1 if that is less: the drawn numbers are of that
+    size, and a gradient may be what is left of some that cancel.
+
+    Attributes:
+        difference: of the kernel.
+        rounding: of dense attention in the kernel's dtype, at least one unit in the last place; of gradients the
+            largest of the three.
+    """
+
+    difference: float
+    rounding: float
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of its limit; NaN if the difference is."""
+        return self.difference / (FACTOR * self.rounding)
+
 
 BuildInputs = Callable[[MaskSpec, tuple[Tensor, Tensor]], AttentionInputs]
 
@@ -82,7 +111,7 @@ def compare_attention(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     build_inputs: BuildInputs | None = None,
-) -> list[tuple[float, float]]:
+) -> list[Distance]:
     """Compare core attention with dense attention for every context-parallel rank, in one process that gathers by hand.
 
     Args:
@@ -91,44 +120,123 @@ def compare_attention(
         build_inputs: replaces the platform's own function.
 
     Returns:
-        ``(largest difference, largest number of the reference)`` for the output, and for the gradients of query, key
-            and value.
+        the distances of the output, and of the gradients of query, key and value.
     """
     from hardware.megatron import layers
 
     device = device or torch.get_default_device()
-    generator = torch.Generator().manual_seed(0)
-    tokens = sum(lengths)
-    drawn = [torch.randn(tokens, h, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)]
-    flats = [x.to(device, dtype).requires_grad_() for x in drawn]
-    exact = [x.detach().float().requires_grad_() for x in flats]
-    sizes = {"cp": cp, "slots": slots, "sharing": sharing, "device": device}
-    layouts = [Layout.build(lengths, kind, cp_rank=r, **sizes) for r in range(cp)]
+    case = AttentionCase(lengths, rules[0] if len(rules) == 1 else rules[layer - 1], sharing)
+    inputs, weight = case.draw()
+    flats = [x.to(device, dtype).requires_grad_() for x in inputs]
+    layouts = [
+        Layout.build(lengths, kind, cp_rank=rank, cp=cp, slots=slots, sharing=sharing, device=device)
+        for rank in range(cp)
+    ]
     form = (lambda x: x.transpose(0, 1)) if kind == "bshd" else (lambda x: x[0])
-    # A token that another one's slot holds is alike, without a gradient of its own.
-    holders = find_holding_tokens(lengths, sharing).to(device)
-    is_own = (holders == torch.arange(tokens, device=device))[:, None, None]
-    alike = [[torch.where(is_own, x, x.detach()[holders]) for x in xs] for xs in (flats, exact)]
-    packed, exact_packed = ([[layout.pack(x) for x in xs] for layout in layouts] for xs in alike)
+    alike = case.take_held_tokens(flats)
+    packed = [[layout.pack(x) for x in alike] for layout in layouts]
     gathered = [torch.cat([form(part[i]) for part in packed]) for i in (1, 2)]  # [cp * s, b, h, d], in thd [s, h, d]
-    keys, values = (torch.cat([part[i] for part in exact_packed], dim=1) for i in (1, 2))
-    output, reference = (torch.zeros(tokens, HEADS * DIM, device=device) for _ in range(2))
-    blocks = find_image_blocks(lengths)[find_holding_tokens(lengths, sharing)]
-    prefixes = tuple(min(3 if sharing else 2 + i, n) for i, n in enumerate(lengths))
+    output = torch.zeros(weight.shape, device=device)
     for rank, layout in enumerate(layouts):
-        spec = layout.build_mask_spec(rules, blocks, prefixes)
-        inputs = (build_inputs or platform.build_attention_inputs)(spec, make_no_rotation(layout, dtype, device))
+        spec = case.build_mask_spec(layout, rules)
+        lowered = (build_inputs or platform.build_attention_inputs)(spec, make_no_rotation(layout, dtype, device))
         core = build_core(platform, layer, cp, rank)
         with patch.object(layers, "gather_keys_values", lambda key, value, group: gathered):
-            out = core(*(form(x) for x in packed[rank]), None, packed_seq_params=inputs)
+            out = core(*(form(x) for x in packed[rank]), None, packed_seq_params=lowered)
         output = output + layout.unpack(out.transpose(0, 1) if kind == "bshd" else out[None]).float()
-        see = spec.compute_visible(layer).to(device)
-        reference = reference + layout.unpack(dense_attention(exact_packed[rank][0], keys, values, see))
-    weight = torch.randn(tokens, HEADS * DIM, generator=generator).to(device)
-    gradients = torch.autograd.grad((output * weight).sum(), flats)
-    want = torch.autograd.grad((reference * weight).sum(), exact)
-    pairs = [(output, reference), *zip(gradients, want, strict=True)]
-    return [(float((a.float() - b).abs().max()), float(b.abs().max())) for a, b in pairs]
+    gradients = torch.autograd.grad((output * weight.to(device)).sum(), flats)
+    return compute_dense(case, dtype).measure([output, *gradients])
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Numbers to attend to, the same in every layout and size of context parallelism.
+
+    Attributes:
+        lengths: lengths of the sequences. rule: who sees whom. sharing: the sequences that begin alike.
+    """
+
+    lengths: tuple[int, ...]
+    rule: Rule
+    sharing: Sharing | None
+
+    def draw(self) -> tuple[list[Tensor], Tensor]:
+        """Draw query, key and value ``[N, h, d]``, and the weights ``[N, h * d]`` of the sum of outputs that is
+        differentiated; float32, on the host."""
+        generator = torch.Generator().manual_seed(0)
+        tokens = sum(self.lengths)
+        inputs = [torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        return inputs, torch.randn(tokens, HEADS * DIM, generator=generator)
+
+    def take_held_tokens(self, flats: list[Tensor]) -> list[Tensor]:
+        """Replace each token that another one's slot holds by that one, without a gradient of its own."""
+        holders = find_holding_tokens(self.lengths, self.sharing).to(flats[0].device)
+        is_own = (holders == torch.arange(len(holders), device=holders.device))[:, None, None]
+        return [torch.where(is_own, x, x.detach()[holders]) for x in flats]
+
+    def build_mask_spec(self, layout: Layout, rules: tuple[Rule, ...]) -> MaskSpec:
+        """Build the mask of a layout, with images and prefixes."""
+        blocks = find_image_blocks(self.lengths)[find_holding_tokens(self.lengths, self.sharing)]
+        prefixes = tuple(min(3 if self.sharing else 2 + i, n) for i, n in enumerate(self.lengths))
+        return layout.build_mask_spec(rules, blocks, prefixes)
+
+    def attend_densely(self, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
+        """Compute the output ``[N, h * d]`` and the gradients of query, key and value by definition, in one pack."""
+        layout = Layout.build(self.lengths, "thd", sharing=self.sharing, device=torch.device("cpu"))
+        visible = self.build_mask_spec(layout, (self.rule,)).compute_visible()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        packed = [layout.pack(x) for x in self.take_held_tokens(leaves)]
+        output = layout.unpack(dense_attention(*packed, visible))
+        total = (output * weight.to(output.dtype)).sum()
+        return [output.detach(), *torch.autograd.grad(total, leaves)]
+
+
+@dataclass(frozen=True)
+class DenseNumbers:
+    """What dense attention computed of a case: the output, and the gradients of query, key and value.
+
+    Attributes:
+        exact: in float64. rounding: of the output and of the gradients, as of ``Distance``.
+    """
+
+    exact: list[Tensor]
+    rounding: tuple[float, float, float, float]
+
+    def measure(self, results: list[Tensor]) -> list[Distance]:
+        """Measure how far the results of a kernel are from float64."""
+        differences = measure_differences(results, self.exact)
+        return [Distance(difference, own) for difference, own in zip(differences, self.rounding, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def compute_dense(case: AttentionCase, dtype: torch.dtype) -> DenseNumbers:
+    """Compute dense attention on the host in float64, and several times in a kernel's dtype, for its rounding."""
+    inputs, weight = case.draw()
+    values = [x.to(dtype) for x in inputs]
+    exact = case.attend_densely([x.double() for x in values], weight)
+    draws = [
+        measure_differences(case.attend_densely([round_otherwise(x, seed) for x in values], weight), exact)
+        for seed in range(_DRAWS)
+    ]
+    least = torch.finfo(dtype).eps
+    outputs, *gradients = zip(*draws)
+    of_gradients = max(least, *chain(*gradients))
+    return DenseNumbers(exact, (max(least, *outputs), of_gradients, of_gradients, of_gradients))
+
+
+def measure_differences(results: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Measure the largest difference of each tensor, as a share of its largest number or 1."""
+    return [
+        float((result.detach().cpu().double() - truth).abs().max()) / max(float(truth.abs().max()), 1.0)
+        for result, truth in zip(results, exact, strict=True)
+    ]
+
+
+def round_otherwise(values: Tensor, seed: int) -> Tensor:
+    """Return numbers that differ from ``values`` by half a last digit at most."""
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.rand(values.shape, generator=generator, dtype=torch.float64) - 0.5
+    return (values.double() * (1 + torch.finfo(values.dtype).eps * share)).to(values.dtype)
 
 
 def find_holding_tokens(lengths: tuple[int, ...], sharing: Sharing | None) -> Tensor:
@@ -141,8 +249,8 @@ def find_holding_tokens(lengths: tuple[int, ...], sharing: Sharing | None) -> Te
 def check_attention(device: Device) -> list[DeviceFinding]:
     """Check every case that the platform's kernels support, with one finding for each rule and dtype."""
     findings = []
-    for dtype, rule in product(LIMITS, RULES):
-        cases, apart, failures = 0, {"outputs": 0.0, "gradients": 0.0}, []
+    for dtype, rule in product(DTYPES, RULES):
+        cases, most, failures = 0, {"outputs": 0.0, "gradients": 0.0}, []
         packs = [*product(KINDS, CP_SIZES, ((lengths, None) for lengths in LENGTHS))]
         packs += [*product(("thd",), CP_SIZES, SHARED)] if rule.causal else []
         for kind, cp, (lengths, sharing) in packs:
@@ -153,17 +261,17 @@ def check_attention(device: Device) -> list[DeviceFinding]:
             if sharing and backend == "npu_mode1":  # one mask for every sequence of a pack, each from its first key on
                 continue
             settings: dict[str, Any] = {"sharing": sharing, "device": device.device, "dtype": dtype}
-            pairs = compare_attention(device.platform, lengths, kind, cp, (rule,), **settings)
-            output, *gradients = (difference / max(1.0, largest) for difference, largest in pairs)
+            output, *gradients = compare_attention(device.platform, lengths, kind, cp, (rule,), **settings)
             cases += 1
-            apart = {"outputs": max(apart["outputs"], output), "gradients": max(apart["gradients"], *gradients)}
-            if not max(output, *gradients) <= LIMITS[dtype]:
+            shares = {"outputs": output.share, "gradients": float(np.max([g.share for g in gradients]))}
+            most = {name: float(np.max([most[name], share])) for name, share in shares.items()}  # NaN is the larger
+            if not max(shares.values()) <= 1:
                 failures.append(f"{kind}, cp={cp}, lengths {lengths}")
         if cases:
-            text = f"{cases - len(failures)} of {cases} cases: outputs {apart['outputs']:.1e}, gradients "
-            text += f"{apart['gradients']:.1e}, limit {LIMITS[dtype]:.0e}"
+            text = f"{cases - len(failures)} of {cases} cases: outputs at most {most['outputs']:.2f}, gradients "
+            text += f"{most['gradients']:.2f} of the limit, {FACTOR:.0f} times the rounding of dense attention"
             text += f"; not {failures[0]}" if failures else ""
-            figures = {"cases": cases} | {f"{name} difference": value for name, value in apart.items()}
+            figures = {"cases": cases} | {f"{name} share of limit": share for name, share in most.items()}
             where = f"{rule}, {str(dtype).removeprefix('torch.')}"
             findings.append(device.make_finding("attention", where, not failures, text, figures))
     return findings
