@@ -1,4 +1,4 @@
-"""What rounding alone does to a model: every module rounds its outputs otherwise."""
+"""A model whose modules round their outputs otherwise, to see what rounding alone does to its numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -24,7 +24,7 @@ from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
-from rlworker.checks.huggingface import (
+from rlworker.checks.reference.huggingface import (
     computing_in_double,
     iterate_logits,
     load_huggingface,

@@ -15,7 +15,7 @@ from hardware.megatron.form import NO_ROUTE
 from hardware.platforms import get_platform
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
-from rlworker.checks.huggingface import compare_outputs, probe_loss
+from rlworker.checks.reference.huggingface import compare_outputs, probe_loss
 from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer, Finding, judge_outputs, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.watch import describe_lost, find_lost

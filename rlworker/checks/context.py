@@ -1,6 +1,5 @@
 """The engines under check: one model at one set of sizes."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from ray.actor import ActorHandle
 
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
-from rlworker.checks.huggingface import probe_loss
-from rlworker.checks.reference import compute_reference
+from rlworker.checks.reference.ensemble import compute_reference
+from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.checks.trainer import FACTORS, LIMITS, CheckedTrainer
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -24,9 +23,6 @@ _PROBES = "engines.probes.megatron:"
 _FLOOR, _MOST = 5.0, 0.5
 """In bfloat16, the limit on rollout - trainer logprob: this multiple of HuggingFace's own rounding, and at most so many
 nats."""
-_BOTH_ROUND = math.sqrt(2.0)
-"""Factor by which the difference of two engines is larger than one engine's from float64: their rounding has nothing
-in common."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class CheckedEngines:
             if self.config.actor.dtype == "bfloat16":
                 mean = min(_FLOOR * own, _MOST)
             elif self.is_exact:
-                mean = max(mean, _BOTH_ROUND * FACTORS["mean"] * own)
+                mean = max(mean, FACTORS["mean"] * own)
                 bias = mean / 2
         return mean, bias, largest
 

@@ -24,8 +24,8 @@ from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform, describe
 from hardware.platforms import get_platform
 from rlworker.checks.case import Case
-from rlworker.checks.huggingface import compare_outputs, probe_loss
-from rlworker.checks.reference import Reference
+from rlworker.checks.reference.ensemble import Reference
+from rlworker.checks.reference.huggingface import compare_outputs, probe_loss
 
 KINDS: tuple[LayoutKind, ...] = ("bshd", "thd")
 RULES = (

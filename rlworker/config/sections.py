@@ -276,8 +276,8 @@ class LimitsConfig:
     """Limits on the difference between rollout and trainer logprobs, and between a rollout's policy and the trained."""
 
     logprob_diff_mean: Annotated[float, Ge(0)] | None = None
-    """Limit on a step's mean |rollout - trainer logprob|. None takes 2e-5 in float32. In bfloat16 it takes five times
-    the value measured before the first step, at most 0.5."""
+    """Limit on a step's mean |rollout - trainer logprob|. None takes a multiple of the rounding that is measured before
+    the first step. In float32 it is twice as much, at least 2e-5. In bfloat16 it is five times as much, at most 0.5."""
     logprob_diff_max: Annotated[float, Ge(0)] | None = None
     """Limit on the difference of a single token; None takes 5e-3 in float32 and no limit in bfloat16."""
     ignore_logprob_diff: bool = False

@@ -8,7 +8,7 @@ from support.ranks.pool import draw_address
 
 from engines.megatron import logprobs
 from engines.probes.host_reads import READS_OF_A_STEP, READS_OF_EXPERTS, HostReads
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 ENGINE = "engines/megatron/engine.py"
 

@@ -1,6 +1,6 @@
 """Logprobs by HuggingFace: of a batch, and of what a rollout engine has sampled.
 
-The computation itself is ``rlworker.checks.huggingface``, one sequence at a time.
+The computation itself is ``rlworker.checks.reference.huggingface``, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from engines.batch.samples import Completion
 from engines.batch.shard import TokenOutputs, join_outputs
 from engines.interfaces import LossFn
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import Arguments, iterate_logits, load_huggingface, make_image_arguments, score_tokens
+from rlworker.checks.reference.huggingface import (
+    Arguments,
+    iterate_logits,
+    load_huggingface,
+    make_image_arguments,
+    score_tokens,
+)
 from rlworker.data.rows import Row
 from rlworker.rollouts.trajectory import to_batch
 

@@ -182,7 +182,7 @@ class AttentionCase:
 
     def attend_densely(self, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
         """Compute the output ``[N, h * d]`` and the gradients of query, key and value by definition, in one pack."""
-        layout = Layout.build(self.lengths, "thd", sharing=self.sharing, device=torch.device("cpu"))
+        layout = Layout.build(self.lengths, "thd", sharing=self.sharing)
         visible = self.build_mask_spec(layout, (self.rule,)).compute_visible()
         leaves = [x.clone().requires_grad_() for x in inputs]
         packed = [layout.pack(x) for x in self.take_held_tokens(leaves)]

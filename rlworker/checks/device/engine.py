@@ -23,8 +23,8 @@ from engines.megatron.memory.estimate import compute_rank_memory
 from engines.models.spec import ModelSpec
 from rlworker.checks.case import Case, make_case
 from rlworker.checks.device.report import Device, DeviceFinding
-from rlworker.checks.huggingface import probe_loss
-from rlworker.checks.reference import Reference, compute_reference
+from rlworker.checks.reference.ensemble import Reference, compute_reference
+from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.checks.tiny.models import LARGE_WEIGHTS, Tiny, make_tiny_model, make_tiny_text
 from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer
 

@@ -17,7 +17,7 @@ from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.checks.device.attention import build_core, make_no_rotation
 from rlworker.checks.device.engine import build_engine, make_batch, measure_memory, plan_shard
 from rlworker.checks.device.report import Device, DeviceFinding
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.checks.tiny.models import make_tiny_text
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}

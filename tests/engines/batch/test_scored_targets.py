@@ -8,7 +8,7 @@ from support.ranks.engines_cases import LENGTHS, build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.batch.shard import Shard
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 LIMIT = 2e-6
 """Largest absolute difference: a product of a few rows is added up in another order than one of many."""

@@ -31,7 +31,7 @@ from support.ranks.vlm_cases import make_images
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
 from engines.probes.faults import mend, plant
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 LIMITS = {"logprobs": 5e-6, "top_logprobs": 5e-6, "entropy": 5e-6, "values": 5e-6, "gradients": 1e-6}
 """Largest absolute differences."""

@@ -12,7 +12,7 @@ from support.ranks.vlm_cases import make_images, make_vlm_batch, run_vlm_case
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
 BF16 = {"dtype": "bfloat16"}
 LR, DECAY, STEPS = 1e-4, 0.5, 6

@@ -16,7 +16,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs, list_columns
 from engines.config import LoraConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import iterate_logits, load_huggingface
+from rlworker.checks.reference.huggingface import iterate_logits, load_huggingface
 
 FAMILIES = ("llama", "qwen3")
 """Some of those of which transformers has a token classification; the other tests of critics run qwen2."""

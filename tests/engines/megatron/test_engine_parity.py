@@ -29,7 +29,7 @@ from support.ranks.pool import draw_address
 
 from engines.batch.shard import TokenOutputs
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
 """Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""

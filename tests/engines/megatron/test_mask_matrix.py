@@ -20,7 +20,7 @@ from engines.probes.case import ProbeCase
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import get_platform
-from rlworker.checks.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
 MASK_SIZES = tuple(size for size in (*SIZES, "CP4") if "DP" not in size)
 """Replicas of data parallelism have whole sequences each: a mask is the same in all."""

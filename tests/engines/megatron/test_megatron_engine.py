@@ -9,7 +9,7 @@ from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.checks.tiny.models import make_tiny_text
 
 

@@ -10,7 +10,7 @@ from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.config import OptimizerConfig
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 SETTINGS = {"optimizer": OptimizerConfig(lr=1e-3, adam_eps=1e-5)}
 

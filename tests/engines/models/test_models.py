@@ -9,7 +9,7 @@ from support.models import read_config
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
-from rlworker.checks.huggingface import load_huggingface
+from rlworker.checks.reference.huggingface import load_huggingface
 from rlworker.config.model_checks import check_rollout
 
 

@@ -13,7 +13,7 @@ from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_model, make_tokenizer
-from rlworker.checks.huggingface import iterate_logits
+from rlworker.checks.reference.huggingface import iterate_logits
 from rlworker.environments.codec import Codec
 from rlworker.rollouts.support import replay_support
 

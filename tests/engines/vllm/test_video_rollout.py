@@ -19,7 +19,7 @@ from engines.images.columns import find_image_blocks, make_multimodal_positions
 from engines.images.placeholders import make_placeholders, write_times
 from engines.images.video import Video
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface
+from rlworker.checks.reference.huggingface import load_huggingface
 from rlworker.checks.tiny.models import make_tiny_model
 
 CONFIG = VllmConfig(max_new_tokens=6, max_model_len=256, max_num_seqs=64, kv_cache_mb=64)

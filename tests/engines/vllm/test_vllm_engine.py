@@ -18,7 +18,7 @@ from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
-from rlworker.checks.huggingface import iterate_logits
+from rlworker.checks.reference.huggingface import iterate_logits
 from rlworker.checks.tiny.models import make_tiny_text
 
 pytestmark = pytest.mark.usefixtures("by_value")

@@ -20,7 +20,7 @@ from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.images.placeholders import make_placeholders, read_newlines
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import iterate_logits, load_huggingface, make_image_arguments
+from rlworker.checks.reference.huggingface import iterate_logits, load_huggingface, make_image_arguments
 from rlworker.checks.tiny.models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardware.megatron import shims as megatron_shims
 from hardware.megatron.shims import SHIMS
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 SINGLE = ("current_device", "factories", "tensor_types")
 NO_DEVICE = "Torch not compiled with CUDA enabled"

@@ -14,7 +14,7 @@ from support.ranks.shared_cases import make_grouped
 
 from engines.models.spec import ModelSpec
 from hardware.megatron.form import NO_ROUTE
-from rlworker.checks.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
 LIMIT = 1e-6
 """Largest difference of logprobs and gradients, and of logprobs from those by own routing in fp32."""

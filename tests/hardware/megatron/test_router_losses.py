@@ -15,7 +15,7 @@ from support.ranks.shared_cases import make_grouped, make_uneven
 
 from engines.models.spec import ModelSpec
 from hardware.megatron.router_losses import AddedLoss, sum_balance_loss, sum_z_loss
-from rlworker.checks.huggingface import load_huggingface
+from rlworker.checks.reference.huggingface import load_huggingface
 
 BALANCE, Z = 0.7, 0.2
 EXPERTS, CHOSEN = 8, 3

@@ -13,7 +13,7 @@ from support.ranks.pool import draw_address
 from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 RATE = 0.02
 PLAIN = {"optimizer": OptimizerConfig(lr=1e-3, adam_eps=1e-5, clip_grad=0.0)}

@@ -9,8 +9,8 @@ from support.ranks.pool import draw_address
 
 from engines.models.spec import ModelSpec
 from rlworker.checks.case import make_case
-from rlworker.checks.huggingface import probe_loss
-from rlworker.checks.reference import compute_reference
+from rlworker.checks.reference.ensemble import compute_reference
+from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts
 
 

@@ -32,13 +32,13 @@ from engines.batch.shard import TokenOutputs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.case import Case, make_case
-from rlworker.checks.huggingface import (
+from rlworker.checks.reference.ensemble import Reference, Rounding, compute_reference
+from rlworker.checks.reference.huggingface import (
     computing_in_double,
     load_huggingface,
     perturb_weights,
     probe_loss,
 )
-from rlworker.checks.reference import Reference, Rounding, compute_reference
 from rlworker.checks.tiny.models import make_tiny_model
 from rlworker.checks.tiny.states import build_model
 from rlworker.checks.trainer import CheckedTrainer, check_gradients, check_layouts

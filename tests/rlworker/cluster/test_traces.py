@@ -6,7 +6,7 @@ import json
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 
 def traced_step(rank: int, world: int, address: str, folder: str, busy: str, idle: str) -> int:

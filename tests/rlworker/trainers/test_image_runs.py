@@ -9,7 +9,7 @@ from support.huggingface import compute_logprobs
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common import squares
-from rlworker.checks.huggingface import load_huggingface
+from rlworker.checks.reference.huggingface import load_huggingface
 from rlworker.checks.tiny.models import make_tiny_vlm
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig, EnvironmentConfig, LimitsConfig

@@ -12,7 +12,7 @@ from engines.config import LoraConfig, OptimizerConfig
 from engines.models.adapters import ExpertAdapter
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
-from rlworker.checks.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, adam_eps=1e-4, clip_grad=0.5)
 """A step moves an entry by at most lr / eps = 5 times the difference of its gradient."""

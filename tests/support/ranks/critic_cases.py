@@ -17,7 +17,7 @@ from engines.megatron.memory.activations import MicroBatch
 from engines.megatron.memory.estimate import compute_rank_memory
 from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 VALUES, GRADIENTS = 1e-5, 1e-6
 

@@ -12,7 +12,7 @@ from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 """Ids per sequence: one with a single input and one with none, no two alike, and an odd count of inputs at the end, so

@@ -11,7 +11,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import list_columns
 from engines.images.columns import make_image_columns
 from rlworker.algorithms.losses import policy_loss, truncated_importance
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 GROUPS = ((9, 4), (5, 3), (14, 1), (3, 2), (7, 3))
 """Ids of each prompt, and how many samples it has; one group is a single sample."""

@@ -14,7 +14,7 @@ from engines.batch.batch import TrainBatch
 from engines.images.columns import make_image_columns
 from engines.images.placeholders import make_placeholders
 from engines.images.processor import ImageProcessor
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 QWEN2_5_VL_7B = json.loads("""{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0,
     "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655,

@@ -6,7 +6,7 @@ from support.ranks.vlm_cases import ROWS, make_vlm_batch, name_part
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
 LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "gradients": 1e-6, "weights": 1e-6}
 OF_THE_LARGEST = 2e-6

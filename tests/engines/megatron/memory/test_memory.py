@@ -25,7 +25,7 @@ from engines.megatron.memory.activations import (
 from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
 from engines.models.spec import ModelSpec
 from engines.probes.saved_bytes import SavedBytes, find_place
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 MODELS = {
     "qwen2-tied": ("qwen2", True, "language"),

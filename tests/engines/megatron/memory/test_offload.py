@@ -10,7 +10,7 @@ from support.ranks.pool import draw_address
 
 from engines.batch.balance import choose_largest
 from engines.config import OptimizerConfig
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 
 def hosted_steps(rank: int, world: int, address: str, folder: str, dtype: str, fraction: float, out: str) -> dict:

@@ -15,7 +15,7 @@ from support.ranks.shared_cases import value_loss
 from support.ranks.vlm_cases import make_images, make_vlm_batch
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, make_image_arguments
+from rlworker.checks.reference.huggingface import load_huggingface, make_image_arguments
 
 
 def make_critic(folder, family: str) -> str:

@@ -14,7 +14,7 @@ from support.ranks.vlm_cases import make_images, make_vlm_batch, name_part, rena
 from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 PARTS = ("vision", "projector", "language")
 

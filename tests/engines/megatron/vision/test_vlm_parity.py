@@ -23,7 +23,7 @@ from support.ranks.vlm_cases import make_images, make_vlm_batch, run_vlm_case
 from support.ranks.vlm_parity import OPTIMIZER, check_vlm_ranks, compute_vlm_reference
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import load_huggingface, make_image_arguments, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, make_image_arguments, probe_loss
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """HuggingFace's computation, one sequence at a time, so that there is nothing to pad, pack or split.
 
-``rlworker.checks.reference`` makes the numbers of it that engines are compared with.
+``rlworker.checks.reference.ensemble`` makes the numbers of it that engines are compared with.
 """
 
 from collections.abc import Callable, Iterator

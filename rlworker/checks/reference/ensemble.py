@@ -23,7 +23,7 @@ from engines.config import LoraConfig
 from engines.interfaces import LossFn
 from engines.models.adapters import ExpertAdapter, name_in_peft
 from engines.models.spec import ModelSpec
-from rlworker.checks.huggingface import (
+from rlworker.checks.reference.huggingface import (
     compare_outputs,
     computing_in_double,
     iterate_logits,

@@ -1,0 +1,1 @@
+"""The numbers that engines are compared with: HuggingFace in float64, and the rounding of this machine."""
