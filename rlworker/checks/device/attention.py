@@ -49,7 +49,7 @@ _DRAWS = 4
 
 @dataclass(frozen=True)
 class Distance:
-    """How far an output or a gradient of attention is from dense attention in float64, at most.
+    """The largest difference of an output or a gradient of attention from dense attention in float64.
 
     Both numbers are shares of the reference's largest number, or of 1 if that is less: the drawn numbers are of that
     size, and a gradient may be what is left of some that cancel.
@@ -193,7 +193,7 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class DenseNumbers:
-    """What dense attention computed of a case: the output, and the gradients of query, key and value.
+    """The output of dense attention for a case, and the gradients of query, key and value.
 
     Attributes:
         exact: in float64. rounding: of the output and of the gradients, as of ``Distance``.

@@ -47,7 +47,7 @@ all keys share, so that its gradient is rounding alone."""
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far rounding in the engine's dtype takes HuggingFace's numbers from float64: the largest of all draws.
+    """The distance of HuggingFace's numbers in the engine's dtype from float64: the largest of all draws.
 
     Attributes:
         outputs: result of ``Reference.compare_outputs``.
