@@ -73,7 +73,6 @@ class _VocabParallelHead(torch.autograd.Function):
         # Over all columns now: H = -sum p log p with log p = (z - max) - log_total, and p summing to 1.
         log_total = total.log()
         entropy = log_total - moment / total
-        log_sum = highest + log_total
         top = None
         if top_ids is not None:
             top = (torch.stack([*logit[1:], others[0].clamp_min(_LEAST).log()], -1) - log_total[:, None]).contiguous()
@@ -81,17 +80,23 @@ class _VocabParallelHead(torch.autograd.Function):
             derivative.mul_((highest_local - highest).exp().div(total).neg_()[:, None])
             derivative.addcmul_(weight[column[0]], (others[0] / total * local[0]).to(weight.dtype)[:, None])
         ctx.scale, ctx.banned, ctx.first_id, ctx.at_once = scale, banned, first_id, at_once
-        ctx.save_for_backward(hidden, weight, local, column, log_sum, entropy, top, support, derivative)
+        ctx.save_for_backward(hidden, weight, local, column, highest, total, entropy, top, support, derivative)
         return logit[0] - log_total, entropy, top  # logits are less the largest one by now
 
     @staticmethod
     def backward(ctx, d_logprob: Tensor | None, d_entropy: Tensor | None, d_top: Tensor | None):
-        hidden, weight, local, column, log_sum, entropy, top, support, derivative = ctx.saved_tensors
+        hidden, weight, local, column, highest, total, entropy, top, support, derivative = ctx.saved_tensors
         d_logprob = torch.zeros_like(entropy) if d_logprob is None else d_logprob
         if len(derivative) and d_entropy is None:
             d_hidden = torch.mul(derivative, (d_logprob * ctx.scale)[:, None], out=torch.empty_like(derivative))
             return d_hidden, *[None] * 11
         d_ids, p_weight, top_p_weight = _weigh_probabilities(d_logprob, d_entropy, d_top, entropy, top)
+        # p = exp(z - max) / total, with the division in the weights. By exp(z - log sum exp) the rounding of a large
+        # logarithm would scale all of a row's p.
+        p_weight = p_weight / total
+        top_p_weight = None if top_p_weight is None else top_p_weight / total[:, None]
+        if d_entropy is not None:
+            entropy_weight, log_shift = d_entropy / total, entropy - total.log()
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         chunks = ctx.kept[::-1]
@@ -103,15 +108,15 @@ class _VocabParallelHead(torch.autograd.Function):
             else:
                 logits = _compute_logits(hidden[rows], weight, ctx.scale, ctx.banned)
                 _keep_support(logits, support, rows, ctx.first_id)
-            log_softmax = logits.sub_(log_sum[rows, None])
-            gradient = log_softmax.exp()
+            shifted = logits.sub_(highest[rows, None])
+            gradient = shifted.exp()
             columns, here = (x[: len(d_ids), rows].T for x in (column, local))  # [rows, 1 + k]
             onehots = d_ids[:, rows].T * here
             if top_p_weight is not None:
                 onehots[:, 1:] -= _take_out(gradient, columns[:, 1:], here[:, 1:]) * top_p_weight[rows]
-            if d_entropy is not None:  # -p * (d_logprob + d_entropy * (log p + entropy))
-                log_softmax.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(p_weight[rows, None])
-                gradient.mul_(log_softmax.neg_())
+            if d_entropy is not None:  # -p * (d_logprob + d_entropy * (log p + entropy)), log p = z - max - log total
+                shifted.add_(log_shift[rows, None]).mul_(entropy_weight[rows, None]).add_(p_weight[rows, None])
+                gradient.mul_(shifted.neg_())
             else:
                 gradient.mul_(-p_weight[rows, None])
             gradient.scatter_add_(-1, columns, onehots)
@@ -120,7 +125,7 @@ class _VocabParallelHead(torch.autograd.Function):
             d_hidden[rows] = gradient @ weight
             if d_weight is not None:
                 _add_product(d_weight, gradient, hidden[rows])
-            del logits, log_softmax, gradient  # before the next chunk's are made
+            del logits, shifted, gradient  # before the next chunk's are made
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 10
 
 
