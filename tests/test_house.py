@@ -10,8 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from support.prose import count_words, find_long_lines, split_sentences
 from support.suite.imports import ROOT, TESTS, files_of, imported, names, parse
+from support.suite.prose import count_words, find_long_lines, split_sentences
 
 from hardware.platforms import PLATFORMS
 

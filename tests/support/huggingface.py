@@ -57,18 +57,31 @@ def run_forward(
     *,
     temperature: float = 1.0,
     arguments: Arguments | None = None,
+    at_once: bool = False,
 ) -> ForwardPass:
     """Run a language model, and a loss on it, on one sequence after another.
 
     Args:
         spec: the model's. arguments: None gives each sequence its images, where the model sees them.
+        at_once: runs all sequences of text padded to one length. It rounds as much, and takes a fraction of the time.
     """
     logits, outputs, total = [], [], torch.zeros(())
-    for one, scores in iterate_logits(model, batch, arguments or make_image_arguments(spec)):
+    if at_once:
+        runs = [(batch, compute_padded_logits(model, batch))]
+    else:
+        runs = iterate_logits(model, batch, arguments or make_image_arguments(spec))
+    for one, scores in runs:
         logits.append(scores)
         outputs.append(score_tokens(scores, one.targets, spec.banned_tokens, temperature))
         total = total + loss(outputs[-1], one)[0]
     return ForwardPass(torch.cat(logits), join_outputs(outputs), total)
+
+
+def compute_padded_logits(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    """Compute the logits ``[N, vocab]`` of causal text, whose sequences are padded at their ends."""
+    sequences = [ids for ids in batch.inputs.split(list(batch.lengths)) if len(ids)]
+    logits = model(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)).logits
+    return torch.cat([row[: len(ids)] for row, ids in zip(logits, sequences, strict=True)])
 
 
 def name_gradients(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:

@@ -33,12 +33,11 @@ from support.ranks.adapter_cases import (
 )
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images
+from support.rounding import Rounding, check_distances, measure_rounding
 
 from engines.config import LoraConfig
 from engines.models.spec import ModelSpec
 
-LIMITS = {"logits": 1e-5, "gradients": 1e-6, "adapters": 1e-6, "merged": 1e-6}
-"""Largest absolute differences; of weights and adapters up to 1 in size."""
 LORA = {
     "all": LoraConfig(rank=4, alpha=6.0),
     "some": LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"), scaling="rslora"),
@@ -61,9 +60,9 @@ LORA = {
 def peft(make_hf_model):
     made = {}
 
-    def run(family: str, lora: str) -> dict:
+    def run(family: str, lora: str) -> Rounding:
         if (family, lora) not in made:
-            made[family, lora] = compute_peft(make_hf_model(family, is_tied(family)), LORA[lora])
+            made[family, lora] = measure_rounding(compute_peft, make_hf_model(family, is_tied(family)), LORA[lora])
         return made[family, lora]
 
     return run
@@ -76,20 +75,20 @@ def compare(pool_of, make_hf_model, peft, measured, tmp_path):
     def run(size: str, family: str, lora: str, settings: dict, platform: str = "cpu", images: tuple = ()) -> None:
         settings = parse_size(size) | settings | {"lora": LORA[lora]}
         folder = make_vlm(tmp_path, family) if images else make_hf_model(family, is_tied(family))
-        want = compute_peft(folder, LORA[lora], images) if images else peft(family, lora)
+        want = measure_rounding(compute_peft, folder, LORA[lora], images) if images else peft(family, lora)
         ranks = pool_of(size).run(run_adapter_case, draw_address(), folder, settings, platform, images)
         leaders = sorted((rank for rank in ranks if rank["is_leader"]), key=lambda rank: rank["dp_rank"])
         logits = leaders[0]["schedule"].restore_order(torch.cat([rank["logits"] for rank in leaders]))
         (merged,) = (rank["merged"] for rank in ranks if rank["merged"])
-        found = {"logits": float((logits - want["logits"]).abs().max())}
-        for kind in ("gradients", "adapters"):
-            assert all(set(rank[kind]) == set(want[kind]) for rank in ranks)
-            found[kind] = max(float((r[kind][n] - value).abs().max()) for r in ranks for n, value in want[kind].items())
-        found["merged"] = max(float((tensor - want["merged"][name]).abs().max()) for name, tensor in merged.items())
-        measured(found)
-        over = {name: value for name, value in found.items() if not value <= LIMITS[name]}
-        assert not over, f"{size} {family} {lora} {settings}: {over}"
-        assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
+        for rank in ranks:
+            distances = {
+                "logits": want.compare("logits", logits),
+                "gradients": want.compare("gradients", rank["gradients"]),
+                "adapters": want.compare("adapters", rank["adapters"]),
+                "merged": want.compare("merged", merged),
+            }
+            check_distances(distances, measured, f"{size} {family} {lora} {settings}")
+        assert ranks[0]["grad_norms"] == pytest.approx(want.truth["norms"][""].tolist(), rel=1e-5)
 
     return run
 

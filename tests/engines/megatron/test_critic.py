@@ -1,16 +1,19 @@
 """A critic against HuggingFace's token classification, one sequence at a time, in fp32."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors import safe_open
 from support.cover import in_runs, matrix
 from support.factors import FOUR_RANKS, IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
-from support.huggingface import name_gradients
+from support.huggingface import compute_padded_logits, name_gradients
 from support.models import make_vlm
 from support.ranks.critic_cases import check_critic, run_beside_actor, run_critic
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images
+from support.rounding import Draw, measure_rounding
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs, list_columns
@@ -34,14 +37,17 @@ def squared(outputs, batch):
     return loss, {"loss": loss.detach()}
 
 
-def hf_case(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def compute_values(draw: Draw, folder: str) -> dict:
     spec, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
-    model, parts, loss = load_huggingface(spec), [], torch.zeros(())
-    for one, scores in iterate_logits(model, batch):
-        parts.append(scores[:, 0])
-        loss = loss + squared(ValueOutputs(parts[-1]), one)[0]
-    (loss / batch.mask.sum()).backward()
-    return torch.cat(parts).detach(), name_gradients(model, spec)
+    with draw.computing():
+        model = draw.load(partial(load_huggingface, spec))
+        if draw.at_once:
+            values = compute_padded_logits(model, batch)[:, 0]
+        else:
+            values = torch.cat([scores[:, 0] for _, scores in iterate_logits(model, batch)])
+        loss, _ = squared(ValueOutputs(values), batch)
+        (loss / batch.mask.sum()).backward()
+        return {"values": values, "gradients": name_gradients(model, spec)}
 
 
 @matrix(
@@ -55,7 +61,7 @@ def test_parity(pool_of, make_critic, measured, size, family, layout, recompute)
         settings["micro_batch_tokens"] = 24
     folder = make_critic(family)
     ranks = pool_of(size).run(run_critic, draw_address(), folder, settings, make_value_batch, squared)
-    check_critic(ranks, hf_case(folder), measured)
+    check_critic(ranks, measure_rounding(compute_values, folder), measured, f"{family} {settings}")
 
 
 def test_from_a_language_model_it_starts_with_a_head_of_zeros(two_ranks, make_hf_model, tmp_path):

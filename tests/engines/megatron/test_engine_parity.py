@@ -26,44 +26,47 @@ from support.huggingface import name_gradients, name_weights, run_forward
 from support.new_platform import NAME, run_on_added, write_platform
 from support.ranks.engines_cases import LENGTHS, STEPS, make_batch, run_case
 from support.ranks.pool import draw_address
+from support.rounding import Draw, Rounding, check_distances, measure_rounding
 
-from engines.batch.shard import TokenOutputs
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
-
-LIMITS = {"logits": 1e-5, "logprobs": 1e-5, "entropy": 1e-5, "gradients": 1e-6, "weights": 1e-6, "invariance": 1e-5}
-"""Largest absolute differences; for invariance the largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
 
 
 @pytest.fixture(scope="module")
 def reference(make_hf_model):
     made = {}
 
-    def run(family: str, tied: bool) -> dict:
+    def run(family: str, tied: bool) -> Rounding:
         if (family, tied) not in made:
-            made[family, tied] = hf_steps(ModelSpec.from_folder(make_hf_model(family, tied)))
+            made[family, tied] = measure_rounding(compute_steps, make_hf_model(family, tied))
         return made[family, tied]
 
     return run
 
 
-def hf_steps(spec: ModelSpec) -> dict:
-    model, batch, result = load_huggingface(spec), make_batch(), {"norms": []}
-    counts = count_choices(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
-    for step in range(STEPS):
-        found = run_forward(model, spec, batch, probe_loss)
-        optimizer.zero_grad()
-        (found.loss / batch.mask.sum()).backward()
-        if step == 0:
-            result["loads"] = [tokens / tokens.mean() for tokens in counts]
-            result["logits"] = found.logits.detach()
-            result["outputs"] = TokenOutputs(found.outputs.logprobs.detach(), found.outputs.entropy.detach())
-            result["gradients"] = {name: g.clone() for name, g in name_gradients(model, spec).items()}
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-    result["weights"] = {name: tensor.clone() for name, tensor in name_weights(model, spec).items()}
-    return result
+def compute_steps(draw: Draw, folder: str) -> dict:
+    """Compute outputs and gradients of the first of some steps, and the weights after them."""
+    spec, batch = ModelSpec.from_folder(folder), make_batch()
+    with draw.computing():
+        model = draw.load(partial(load_huggingface, spec))
+        counts = count_choices(model) if draw.is_truth else []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
+        result, norms = {}, []
+        for step in range(STEPS):
+            found = run_forward(model, spec, batch, probe_loss, at_once=draw.at_once)
+            optimizer.zero_grad()
+            (found.loss / batch.mask.sum()).backward()
+            if step == 0:
+                result = {
+                    "loads": {str(layer): tokens / tokens.mean() for layer, tokens in enumerate(counts)},
+                    "logits": found.logits,
+                    "logprobs": found.outputs.logprobs * batch.mask,
+                    "entropy": found.outputs.entropy * batch.mask,
+                    "gradients": {name: gradient.clone() for name, gradient in name_gradients(model, spec).items()},
+                }
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+    return result | {"norms": torch.stack(norms), "weights": name_weights(model, spec)}
 
 
 def count_choices(model) -> list[torch.Tensor]:
@@ -109,36 +112,30 @@ def compare(pool_of, make_hf_model, reference, unsplit, measured):
     return run
 
 
-def check(ranks: list[dict], want: dict, unsplit: dict, measured, label: str) -> None:
+def check(ranks: list[dict], want: Rounding, unsplit: dict, measured, label: str) -> None:
     leaders = sorted((r for r in ranks if r["is_leader"]), key=lambda r: r["dp_rank"])
     schedule = leaders[0]["schedule"]
     logits = schedule.restore_order(torch.cat([r["logits"] for r in leaders]))
     outputs = schedule.restore([r["outputs"] for r in leaders])
     exported = next(r for r in ranks if r["weights"])
-    counted = make_batch().mask
-    differences = {
-        "logits": largest(logits, want["logits"]),
-        "logprobs": largest(outputs.logprobs, want["outputs"].logprobs * counted),
-        "entropy": largest(outputs.entropy, want["outputs"].entropy * counted),
-        "gradients": max(largest(exported["gradients"][n], g) for n, g in want["gradients"].items()),
-        "weights": max(largest(exported["weights"][n], w) for n, w in want["weights"].items()),
-        "invariance": max(float((exported["gradients"][n] - g).norm() / g.norm()) for n, g in unsplit.items()),
+    distances = {
+        "logits": want.compare("logits", logits),
+        "logprobs": want.compare("logprobs", outputs.logprobs),
+        "entropy": want.compare("entropy", outputs.entropy),
+        "gradients": want.compare("gradients", exported["gradients"]),
+        "weights": want.compare("weights", exported["weights"]),
+        "invariance": want.compare("gradients", exported["gradients"], base=unsplit),
     }
-    measured(differences)
-    over = {name: value for name, value in differences.items() if not value <= LIMITS[name]}
-    assert not over, f"{label}: {over}"
-    assert set(exported["weights"]) == set(want["weights"])
-    assert ranks[0]["grad_norms"] == pytest.approx(want["norms"], rel=1e-5)
-    loads = torch.stack(want["loads"]) if want["loads"] else None
-    load = {} if loads is None else {"expert_load_min": float(loads.min()), "expert_load_max": float(loads.max())}
+    check_distances(distances, measured, label)
+    assert ranks[0]["grad_norms"] == pytest.approx(want.truth["norms"][""].tolist(), rel=1e-5)
+    loads = want.truth["loads"].values()
+    load = {}
+    if loads:
+        counted = torch.stack([*loads])
+        load = {"expert_load_min": float(counted.min()), "expert_load_max": float(counted.max())}
     assert [r["routing"] for r in ranks] == [pytest.approx(load, rel=1e-6)] * len(ranks)
     step_logprobs = schedule.restore_order(torch.cat([r["step_logprobs"] for r in leaders]))
     assert torch.equal(step_logprobs, outputs.logprobs), "the update's own logprobs are those of the forward pass"
-
-
-def largest(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
-    return float((got - want).abs().max())
 
 
 WIDELY = ("qwen2", "gemma3_text"), ("qwen2",)

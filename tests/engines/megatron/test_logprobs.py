@@ -1,12 +1,15 @@
 """Vocabulary-parallel logprobs and entropy, and those of further ids, against log_softmax over the whole vocabulary."""
 
 import itertools
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
+from support.rounding import Draw, Rounding, check_distances, measure_rounding
 
 from engines.megatron import logprobs
 from rlworker.checks import huggingface
@@ -16,57 +19,90 @@ CASES = [(1.0, 0.0, (), 0), (0.7, 0.3, (), 0), (0.7, 0.3, (3, 8, 9), 0), (1.0, 0
 """Temperature, weight of the entropy, banned ids and how many further ids are scored."""
 
 
-def compare_cases(rank, world, address) -> dict[tuple, list[float]]:
-    """Differences of every case: logits kept, made again, and of a frozen weight, so many in memory at a time."""
+def score_cases(rank, world, address) -> dict[tuple, dict]:
+    """Numbers of every case: logits kept, made again, and of a frozen weight, so many in memory at a time."""
     start_process(rank)
     group, found = join_group(rank, world, address), {}
     for case, keep, at_once in itertools.product(CASES, (True, False, None), (2**25, 20)):
-        found[*case, keep, at_once] = outputs_and_gradient(rank, world, group, *case, keep, at_once)
+        found[case, keep, at_once] = score_case(rank, world, group, case, keep, at_once)
     return found
 
 
-def outputs_and_gradient(rank, world, group, temperature, entropy_weight, banned, top, keep, at_once) -> list[float]:
-    """Gradients are taken twice, as from a graph that is retained. ``keep`` None freezes the weight."""
+@dataclass(frozen=True)
+class Drawn:
+    """Random numbers of a case: ``rows`` of the output layer, and ``hidden`` states of tokens.
 
+    Attributes:
+        weight, others_weight: the loss has logprobs times the one, and those of further ids times the other.
+    """
+
+    rows: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor
+    hidden: torch.Tensor
+    further: torch.Tensor | None
+    others_weight: torch.Tensor
+
+
+def draw_case(banned: tuple[int, ...], top: int) -> Drawn:
     generator = torch.Generator().manual_seed(0)
-    rows = 3 * torch.randn(PADDED, HIDDEN, generator=generator)
-    target = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    weight = torch.randn(TOKENS, generator=generator)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
-    mine = rows.chunk(world)[rank].clone().requires_grad_(keep is not None)
+    return Drawn(
+        rows=3 * torch.randn(PADDED, HIDDEN, generator=generator),
+        target=torch.randint(0, VOCAB, (TOKENS,), generator=generator),
+        weight=torch.randn(TOKENS, generator=generator),
+        hidden=torch.randn(TOKENS, HIDDEN, generator=generator),
+        further=draw_top_ids(top, banned, generator),
+        others_weight=torch.randn(TOKENS, top + 1, generator=generator),
+    )
+
+
+def score_case(rank, world, group, case, keep, at_once) -> dict[str, torch.Tensor]:
+    """Gradients are taken twice, as from a graph that is retained. ``keep`` None freezes the weight."""
+    temperature, entropy_weight, banned, top = case
+    drawn = draw_case(banned, top)
+    hidden = drawn.hidden.requires_grad_()
+    mine = drawn.rows.chunk(world)[rank].clone().requires_grad_(keep is not None)
     inputs = [hidden, mine] if mine.requires_grad else [hidden]
     settings = {"temperature": temperature, "vocab": VOCAB, "keep_logits": keep, "group": group}
-    settings |= {"banned": banned, "at_once": at_once}
-    further, others_weight = draw_top_ids(top, banned, generator), torch.randn(TOKENS, top + 1, generator=generator)
-    settings["top_ids"] = further
-    out = logprobs.score_tokens(hidden, mine, target, **settings)
-    loss = (out.logprobs * weight).sum()
+    settings |= {"banned": banned, "at_once": at_once, "top_ids": drawn.further}
+    out = logprobs.score_tokens(hidden, mine, drawn.target, **settings)
+    loss = (out.logprobs * drawn.weight).sum()
     if entropy_weight:
-        loss = loss + entropy_weight * (out.entropy * weight**2).sum()
-    assert (out.top_logprobs is None) == (further is None)
+        loss = loss + entropy_weight * (out.entropy * drawn.weight**2).sum()
+    assert (out.top_logprobs is None) == (drawn.further is None)
+    found = {"logprobs": out.logprobs.detach(), "entropy": out.entropy.detach()}
     if top:
-        loss = loss + (out.top_logprobs * others_weight).sum()
-    first = torch.autograd.grad(loss, inputs, retain_graph=True)
-    d_hidden, *d_mine = torch.autograd.grad(loss, inputs)
+        loss = loss + (out.top_logprobs * drawn.others_weight).sum()
+        found["top logprobs"] = out.top_logprobs.detach()
+    _, *first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    d_hidden, *second = torch.autograd.grad(loss, inputs)
     dist.all_reduce(d_hidden, group=group)
+    return found | {"hidden": d_hidden, "rows": [*first, *second]}
 
-    whole, states = rows[:VOCAB].double().requires_grad_(), hidden.detach().double().requires_grad_()
-    allowed = [token for token in range(VOCAB) if token not in banned]
-    log_p = (states @ whole[allowed].T / temperature).log_softmax(-1)
-    columns = [allowed.index(token) if token in allowed else None for token in target.tolist()]
-    assert columns.count(None) == sum(target.tolist().count(token) for token in banned) >= len(banned)
-    chosen = torch.stack([p.new_zeros(()) if column is None else p[column] for p, column in zip(log_p, columns)])
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    pairs = [(out.logprobs, chosen), (out.entropy, entropy)]
-    loss = (chosen * weight).sum() + entropy_weight * (entropy * weight**2).sum()
-    if further is not None:
-        wanted = sum_classes(log_p, [[allowed.index(token) for token in row if token >= 0] for row in further.tolist()])
-        pairs.append((out.top_logprobs, wanted))
-        loss = loss + (wanted * others_weight).sum()
-    loss.backward()
-    wanted = torch.nn.functional.pad(whole.grad, (0, 0, 0, PADDED - VOCAB)).chunk(world)[rank]
-    pairs += [(d_hidden, states.grad), *((found, wanted) for found in (*d_mine, *first[1:]))]
-    return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs]
+
+def make_parameters(rows: torch.Tensor, hidden: torch.Tensor, dtype: torch.dtype) -> torch.nn.ParameterDict:
+    return torch.nn.ParameterDict({"rows": rows.to(dtype), "hidden": hidden.to(dtype)})
+
+
+def score_whole_vocabulary(draw: Draw, temperature, entropy_weight, banned, top) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of a case by log_softmax over the tokens that are not banned."""
+    drawn = draw_case(banned, top)
+    with draw.computing():
+        inputs = draw.load(partial(make_parameters, drawn.rows, drawn.hidden))
+        allowed = [token for token in range(VOCAB) if token not in banned]
+        log_p = (inputs["hidden"] @ inputs["rows"][allowed].T / temperature).log_softmax(-1)
+        columns = [allowed.index(token) if token in allowed else None for token in drawn.target.tolist()]
+        assert columns.count(None) == sum(drawn.target.tolist().count(token) for token in banned) >= len(banned)
+        chosen = torch.stack([p.new_zeros(()) if column is None else p[column] for p, column in zip(log_p, columns)])
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        found = {"logprobs": chosen, "entropy": entropy}
+        loss = (chosen * drawn.weight).sum() + entropy_weight * (entropy * drawn.weight**2).sum()
+        if drawn.further is not None:
+            further = [[allowed.index(token) for token in row if token >= 0] for row in drawn.further.tolist()]
+            found["top logprobs"] = sum_classes(log_p, further)
+            loss = loss + (found["top logprobs"] * drawn.others_weight).sum()
+        loss.backward()
+        return found | {"hidden": inputs["hidden"].grad, "rows": inputs["rows"].grad}
 
 
 def draw_top_ids(top: int, banned: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
@@ -91,49 +127,83 @@ def sum_classes(log_p: torch.Tensor, columns: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_against_the_whole_vocabulary(four_ranks, world):
+def test_against_the_whole_vocabulary(four_ranks, measured, world):
     """A banned token has no probability, and a target that is one has logprob 0 and no gradient."""
-    for found in four_ranks.take_first(world).run(compare_cases, draw_address()):
-        worst = max(found, key=lambda case: max(found[case]))
-        assert len(found) == 30 and max(found[worst]) <= 1e-6, (worst, found[worst])
+    ranks = four_ranks.take_first(world).run(score_cases, draw_address())
+    wants = {case: measure_rounding(score_whole_vocabulary, *case, folder=None) for case in CASES}
+    assert len(ranks[0]) == 30
+    for key in ranks[0]:
+        compare_ranks([rank[key] for rank in ranks], wants[key[0]], measured, str(key))
 
 
-def score_support(rank, world, address, at_once, keep):
-    """Largest differences of outputs and gradients of a random support, against all others masked in float64, each by
-    the largest number of its kind if that is above 1."""
-    start_process(rank)
+def compare_ranks(ranks: list[dict], want: Rounding, measured, label: str) -> None:
+    """Compare what ranks found, each with the gradients of its rows of the output layer."""
+    rows = [torch.cat(parts) for parts in zip(*(rank["rows"] for rank in ranks), strict=True)]
+    for rank in ranks:
+        found = {kind: numbers for kind, numbers in rank.items() if kind != "rows"}
+        distances = {kind: want.compare(kind, numbers) for kind, numbers in found.items()}
+        distances |= {f"rows, {time}": want.compare("rows", tensor) for time, tensor in enumerate(rows)}
+        check_distances(distances, measured, label)
 
-    group = join_group(rank, world, address)
+
+@dataclass(frozen=True)
+class Sampled:
+    """Random numbers of ids that sampling kept: ``support [TOKENS, 4]``, of which the first is the target."""
+
+    rows: torch.Tensor
+    hidden: torch.Tensor
+    support: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def target(self) -> torch.Tensor:
+        return self.support[:, 0].clamp_min(0)
+
+
+def draw_support() -> Sampled:
     generator = torch.Generator().manual_seed(0)
     rows = 3 * torch.randn(PADDED, HIDDEN, generator=generator)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
     support = torch.stack([torch.randperm(VOCAB, generator=generator)[:4] for _ in range(TOKENS)])
     support[1, 1:], support[2], support[3, 2:] = -1, -1, -1  # one id, every id, two
     support[4], support[5] = torch.tensor([0, 1, 2, -1]), torch.tensor([7, 8, 9, 10])  # of one rank of two each
-    target, weight = support[:, 0].clamp_min(0), torch.randn(2, TOKENS, generator=generator)
-    mine = rows.chunk(world)[rank].clone().requires_grad_()
+    return Sampled(rows, hidden, support, torch.randn(2, TOKENS, generator=generator))
+
+
+def score_support(rank, world, address, at_once, keep) -> dict:
+    """Outputs and gradients of a random support, on a rank."""
+    start_process(rank)
+    group, drawn = join_group(rank, world, address), draw_support()
+    hidden, mine = drawn.hidden.requires_grad_(), drawn.rows.chunk(world)[rank].clone().requires_grad_()
     settings = {"temperature": 0.7, "vocab": VOCAB, "keep_logits": keep, "group": group, "at_once": at_once}
-    out = logprobs.score_tokens(hidden, mine, target, support=support, **settings)
-    loss = (out.logprobs * weight[0] + out.entropy * weight[1]).sum()
+    out = logprobs.score_tokens(hidden, mine, drawn.target, support=drawn.support, **settings)
+    loss = (out.logprobs * drawn.weight[0] + out.entropy * drawn.weight[1]).sum()
     d_hidden, d_mine = torch.autograd.grad(loss, (hidden, mine))
     dist.all_reduce(d_hidden, group=group)
+    outputs = {"logprobs": out.logprobs.detach(), "entropy": out.entropy.detach()}
+    return outputs | {"hidden": d_hidden, "rows": [d_mine]}
 
-    whole, states = rows[:VOCAB].double().requires_grad_(), hidden.detach().double().requires_grad_()
-    visible = (support[:, None, :] == torch.arange(VOCAB)[:, None]).any(-1) | (support < 0).all(-1, keepdim=True)
-    log_p = (states @ whole.T / 0.7).masked_fill(~visible, -1e300).log_softmax(-1)
-    chosen, entropy = log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    (chosen * weight[0] + entropy * weight[1]).sum().backward()
-    d_rows = torch.cat([whole.grad, whole.grad.new_zeros(PADDED - VOCAB, HIDDEN)]).chunk(world)[rank]
-    pairs = [(out.logprobs, chosen), (out.entropy, entropy), (d_hidden, states.grad), (d_mine, d_rows)]
-    return [float((found.double() - want).abs().max() / want.abs().max().clamp_min(1)) for found, want in pairs]
+
+def score_masked_vocabulary(draw: Draw) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of a random support with all other ids masked."""
+    drawn = draw_support()
+    with draw.computing():
+        inputs = draw.load(partial(make_parameters, drawn.rows, drawn.hidden))
+        visible = (drawn.support[:, None, :] == torch.arange(VOCAB)[:, None]).any(-1)
+        visible = visible | (drawn.support < 0).all(-1, keepdim=True)
+        log_p = (inputs["hidden"] @ inputs["rows"][:VOCAB].T / 0.7).masked_fill(~visible, -1e30).log_softmax(-1)
+        chosen, entropy = log_p.gather(-1, drawn.target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        (chosen * drawn.weight[0] + entropy * drawn.weight[1]).sum().backward()
+        outputs = {"logprobs": chosen, "entropy": entropy}
+        return outputs | {"hidden": inputs["hidden"].grad, "rows": inputs["rows"].grad}
 
 
 @pytest.mark.parametrize("at_once", [2**25, 20], ids=["whole", "chunks"])
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_ids_that_sampling_kept_against_the_masked_vocabulary(four_ranks, world, keep, at_once):
-    for differences in four_ranks.take_first(world).run(score_support, draw_address(), at_once, keep):
-        assert max(differences) <= 1e-6, differences
+def test_ids_that_sampling_kept_against_the_masked_vocabulary(four_ranks, measured, world, keep, at_once):
+    ranks = four_ranks.take_first(world).run(score_support, draw_address(), at_once, keep)
+    compare_ranks(ranks, measure_rounding(score_masked_vocabulary, folder=None), measured, f"{world} {keep} {at_once}")
 
 
 class OneRank:
@@ -163,23 +233,41 @@ def test_a_vocabulary_of_a_real_model_is_summed_without_a_bias():
         assert (found.entropy.double() - entropy).abs().max() <= 2e-5
 
 
-def test_next_to_nothing_beyond_the_likeliest_is_exact_in_fp32():
+LIKELY, PULL = 4, torch.tensor([0.3, 0.2, 0.2, 0.2, 0.1])
+"""The likeliest ids are the first; the sampler's probabilities of each, and of all others together."""
+
+
+def draw_likely() -> torch.Tensor:
+    weight = torch.randn(VOCAB, TOKENS, generator=torch.Generator().manual_seed(0))
+    weight[:LIKELY] += 20.0 + torch.arange(TOKENS)  # row 0 to 12: a tail of about e^-20 to e^-32
+    weight[:, -1] = torch.tensor([0.0] * LIKELY + [-300.0] * (VOCAB - LIKELY))
+    return weight
+
+
+def pull_to_sampler(draw: Draw) -> dict[str, torch.Tensor]:
+    """Logprob of all others of each row, and the gradient of the logits."""
+    drawn = draw_likely()
+    with draw.computing():
+        weight = draw.load(lambda dtype: torch.nn.ParameterDict({"weight": drawn.to(dtype)}))["weight"]
+        log_p = weight.T.log_softmax(-1)
+        others = log_p[:, LIKELY:].logsumexp(-1)
+        (log_p[:, :LIKELY] @ PULL[:LIKELY].to(log_p.dtype) + PULL[LIKELY].to(log_p.dtype) * others).sum().backward()
+        gradient = {"likely": weight.grad[:LIKELY], "others": weight.grad[LIKELY:, :-1]}
+        return {"others": others[:-1], "gradient": gradient}
+
+
+def test_next_to_nothing_beyond_the_likeliest_is_exact_in_fp32(measured):
     """The policy gives others 1e-7 and less, the sampler a tenth; and in the last row nothing is left to others."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.eye(TOKENS), torch.randn(VOCAB, TOKENS, generator=generator)
-    weight[:4] += 20.0 + torch.arange(TOKENS)  # row 0 to 12: a tail of about e^-20 to e^-32
-    weight[:, -1] = torch.tensor([0.0] * 4 + [-300.0] * (VOCAB - 4))
-    top_ids, pull = torch.arange(4).expand(TOKENS, -1), torch.tensor([0.3, 0.2, 0.2, 0.2, 0.1])
-    x = weight.clone().requires_grad_()
-    target = torch.zeros(TOKENS, dtype=torch.long)
-    settings = {"temperature": 1.0, "vocab": VOCAB, "group": OneRank(), "top_ids": top_ids}
-    out = logprobs.score_tokens(hidden.requires_grad_(), x, target, **settings)
-    (out.top_logprobs * pull).sum().backward()
-    whole = weight.double().requires_grad_()
-    log_p = whole.T.log_softmax(-1)
-    others = log_p[:, 4:].logsumexp(-1)
-    (log_p[:, :4] @ pull[:4].double() + pull[4].double() * others).sum().backward()
-    assert float(others.exp().max()) < 1e-7
-    assert float((out.top_logprobs[:-1, -1] - others[:-1]).abs().max()) <= 1e-5
-    assert out.top_logprobs.isfinite().all() and float((x.grad[:, :-1] - whole.grad[:, :-1]).abs().max()) <= 1e-6
-    assert float((x.grad[:4, -1] - whole.grad[:4, -1]).abs().max()) <= 1e-6 and not x.grad[4:, -1].any()
+    x, target = draw_likely().requires_grad_(), torch.zeros(TOKENS, dtype=torch.long)
+    settings = {"temperature": 1.0, "vocab": VOCAB, "group": OneRank(), "top_ids": torch.arange(4).expand(TOKENS, -1)}
+    out = logprobs.score_tokens(torch.eye(TOKENS).requires_grad_(), x, target, **settings)
+    (out.top_logprobs * PULL).sum().backward()
+    want = measure_rounding(pull_to_sampler, folder=None)
+    assert float(want.truth["others"][""].exp().max()) < 1e-7
+    gradient = {"likely": x.grad[:LIKELY], "others": x.grad[LIKELY:, :-1]}
+    distances = {
+        "others": want.compare("others", out.top_logprobs[:-1, -1].detach()),
+        "gradient": want.compare("gradient", gradient),
+    }
+    check_distances(distances, measured, "next to nothing")
+    assert out.top_logprobs.isfinite().all() and not x.grad[LIKELY:, -1].any()

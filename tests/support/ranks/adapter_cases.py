@@ -1,11 +1,13 @@
 """Ranks of the tests of adapters run these functions, and PEFT's model beside them computes the same."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from support.huggingface import name_weights, run_forward
 from support.ranks.engines_cases import STEPS, build_engine, gather_logits, make_batch, plan
 from support.ranks.vlm_cases import make_vlm_batch
+from support.rounding import Draw
 
 from engines.batch.batch import TrainBatch
 from engines.config import LoraConfig, OptimizerConfig
@@ -137,7 +139,12 @@ def write_folder(rank: int, world: int, address: str, folder: str, settings: dic
     return save_adapters(engine, target)
 
 
-def load_peft(spec: ModelSpec, lora: LoraConfig):
+def load_peft(
+    spec: ModelSpec,
+    lora: LoraConfig,
+    adapters: dict[str, torch.Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+):
     """Load transformers' model with PEFT's adapters, filled as the ranks' are."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model, set_peft_model_state_dict
@@ -148,8 +155,8 @@ def load_peft(spec: ModelSpec, lora: LoraConfig):
     names = sorted(names if spec.vision else {name.rpartition(".")[2] for name in names})
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.scaling == "rslora"}
     settings |= {"target_parameters": grouped} if grouped else {}
-    model = get_peft_model(load_huggingface(spec), PeftConfig(target_modules=names, **settings))
-    result = set_peft_model_state_dict(model, draw_adapters(list_shapes(spec, lora)))
+    model = get_peft_model(load_huggingface(spec, dtype), PeftConfig(target_modules=names, **settings))
+    result = set_peft_model_state_dict(model, adapters or draw_adapters(list_shapes(spec, lora)))
     assert not result.unexpected_keys and not any("lora" in name for name in result.missing_keys)
     return model
 
@@ -160,21 +167,24 @@ def name_peft(model, value_of) -> dict[str, torch.Tensor]:
     return {name.replace(".default.", "."): value.detach().clone() for name, value in found.items()}
 
 
-def compute_peft(folder: str, lora: LoraConfig, images: tuple[str, ...] = ()) -> dict:
+def compute_peft(draw: Draw, folder: str, lora: LoraConfig, images: tuple[str, ...] = ()) -> dict:
     """Compute by PEFT what ``run_adapter_case`` does, one sequence at a time."""
-    spec, result = ModelSpec.from_folder(folder), {"norms": []}
-    batch = draw_batch(spec, images)
-    model = load_peft(spec, lora)
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=OPTIMIZER.lr, eps=OPTIMIZER.adam_eps, weight_decay=0.0)
-    for step in range(STEPS):
-        found = run_forward(model, spec, batch, probe_loss)
-        optimizer.zero_grad()
-        (found.loss / batch.mask.sum()).backward()
-        if step == 0:
-            result |= {"logits": found.logits.detach(), "gradients": name_peft(model, lambda p: p.grad)}
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(learning, OPTIMIZER.clip_grad)))
-        optimizer.step()
-    result["adapters"] = name_peft(model, lambda p: p)
-    merged = load_peft(spec, lora).merge_and_unload()
-    return result | {"merged": name_weights(merged, spec)}
+    spec = ModelSpec.from_folder(folder)
+    batch, values = draw_batch(spec, images), draw_adapters(list_shapes(spec, lora))
+    load_drawn = partial(load_peft, spec, lora, values)
+    with draw.computing():
+        model = draw.load(load_drawn)
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(learning, lr=OPTIMIZER.lr, eps=OPTIMIZER.adam_eps, weight_decay=0.0)
+        result, norms = {}, []
+        for step in range(STEPS):
+            found = run_forward(model, spec, batch, probe_loss, at_once=draw.at_once and not spec.vision)
+            optimizer.zero_grad()
+            (found.loss / batch.mask.sum()).backward()
+            if step == 0:
+                result = {"logits": found.logits, "gradients": name_peft(model, lambda p: p.grad)}
+            norms.append(torch.nn.utils.clip_grad_norm_(learning, OPTIMIZER.clip_grad))
+            optimizer.step()
+        result |= {"norms": torch.stack(norms), "adapters": name_peft(model, lambda p: p)}
+        merged = draw.load(load_drawn).merge_and_unload()
+        return result | {"merged": name_weights(merged, spec)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.ranks.adapter_cases import OPTIMIZER, draw_batch, fill
 from support.ranks.engines_cases import build_engine, plan
+from support.rounding import Rounding, check_distances
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engines.batch.batch import TrainBatch
@@ -18,8 +19,6 @@ from engines.megatron.memory.estimate import compute_rank_memory
 from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import probe_loss
-
-VALUES, GRADIENTS = 1e-5, 1e-6
 
 
 def run_critic(
@@ -140,14 +139,12 @@ def plan_parameters(engine, rank: int, world: int, shares: bool) -> int:
     return compute_rank_memory(engine.model, *sizes, shares_base=shares).parameters
 
 
-def check_critic(ranks: list[dict], want: tuple[torch.Tensor, dict], measured, of_the_largest: float = 0.0) -> None:
-    """Compare with values ``[N]`` and gradients by their names. A gradient may differ by ``of_the_largest``, too."""
-    want_values, want_gradients = want
+def check_critic(ranks: list[dict], want: Rounding, measured, label: str) -> None:
+    """Compare with values ``[N]`` and gradients by their names."""
     leaders = sorted((rank for rank in ranks if rank["values"] is not None), key=lambda rank: rank["dp_rank"])
-    found = leaders[0]["schedule"].restore_order(torch.cat([rank["values"] for rank in leaders]))
-    values, gradients = float((found - want_values).abs().max()), leaders[0]["gradients"]
-    assert set(gradients) == set(want_gradients)
-    worst, name = max((float((gradients[n] - x).abs().max()), n) for n, x in want_gradients.items())
-    largest = max(float(gradient.abs().max()) for gradient in want_gradients.values())
-    measured({"values": values, "gradients": worst})
-    assert values <= VALUES and worst <= max(GRADIENTS, of_the_largest * largest), name
+    values = leaders[0]["schedule"].restore_order(torch.cat([rank["values"] for rank in leaders]))
+    distances = {
+        "values": want.compare("values", values),
+        "gradients": want.compare("gradients", leaders[0]["gradients"]),
+    }
+    check_distances(distances, measured, label)

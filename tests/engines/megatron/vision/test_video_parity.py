@@ -8,7 +8,7 @@ from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_STATE_FAMILIES, LAYOUTS
 from support.models import make_vlm
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import IMAGE_SIZES, make_images, make_videos, run_vlm_case
-from support.ranks.vlm_parity import check_vlm_ranks, compute_vlm_reference
+from support.ranks.vlm_parity import check_vlm_ranks, measure_vlm_rounding
 
 SHORT, LONG, FILE = (len(IMAGE_SIZES) + number for number in range(3))
 OTHERS = IMAGE_EXPERT_FAMILIES + IMAGE_STATE_FAMILIES
@@ -35,7 +35,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(folder, shown):
-    return compute_vlm_reference(folder, shown, ROWS)
+    return measure_vlm_rounding(folder, shown, ROWS)
 
 
 @pytest.mark.parametrize(("folder", "size", "layout"), in_runs(DEFAULT, MORE, REST), indirect=["folder"])

@@ -20,7 +20,8 @@ from support.huggingface import run_forward
 from support.models import make_vlm
 from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images, make_vlm_batch, run_vlm_case
-from support.ranks.vlm_parity import OPTIMIZER, check_vlm_ranks, compute_vlm_reference
+from support.ranks.vlm_parity import OPTIMIZER, check_vlm_ranks, measure_vlm_rounding
+from support.rounding import Rounding
 
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import load_huggingface, make_image_arguments, probe_loss
@@ -42,9 +43,9 @@ def folders(tmp_path_factory):
 def reference(folders, images):
     made = {}
 
-    def run(family: str) -> dict:
+    def run(family: str) -> Rounding:
         if family not in made:
-            made[family] = compute_vlm_reference(folders[family], images)
+            made[family] = measure_vlm_rounding(folders[family], images)
         return made[family]
 
     return run
@@ -104,7 +105,7 @@ def test_parity(compare, size, family, layout, recompute, micro, vision, project
 def experts(tmp_path_factory, images):
     """A model with a dense layer between those of experts, and its reference after three steps."""
     folder = make_vlm(tmp_path_factory.mktemp("experts"), "qwen3_vl_moe", mlp_only_layers=[1])
-    return folder, compute_vlm_reference(folder, images, steps=3)
+    return folder, measure_vlm_rounding(folder, images, steps=3)
 
 
 WITH_EXPERTS = [
@@ -132,7 +133,7 @@ def test_a_tower_learns_through_experts_where_some_micro_batches_have_no_image(
     folder, rows = experts[0], ((2,), (), (), ())
     settings = parse_size("DP2-EP2") | MICRO["split"] | {"freeze": ("language",), "recompute": recompute}
     ranks = pool_of("DP2-EP2").run(run_vlm_case, draw_address(), folder, images, settings, "cpu", rows)
-    reference = compute_vlm_reference(folder, images, rows)
+    reference = measure_vlm_rounding(folder, images, rows)
     check_vlm_ranks(ranks, reference, measured, f"frozen experts, {recompute}", ("language", "router"))
 
 
@@ -140,7 +141,7 @@ def test_a_tower_learns_through_experts_where_some_micro_batches_have_no_image(
 def states(tmp_path_factory, images):
     """A model of which most layers have a state, and its reference after three steps."""
     folder = make_vlm(tmp_path_factory.mktemp("states"), IMAGE_STATE_FAMILIES[0])
-    return folder, compute_vlm_reference(folder, images, steps=3)
+    return folder, measure_vlm_rounding(folder, images, steps=3)
 
 
 WITH_STATES = [
@@ -170,7 +171,7 @@ def test_parity_where_some_ranks_see_no_image(four_ranks, folders, images, measu
     """One image over four ranks, in two of three sequences."""
     rows = ((2,), (), (2,))
     ranks = four_ranks.run(run_vlm_case, draw_address(), folders[family], images, {"tp": 2, "cp": 2}, "cpu", rows)
-    reference = compute_vlm_reference(folders[family], images, rows)
+    reference = measure_vlm_rounding(folders[family], images, rows)
     check_vlm_ranks(ranks, reference, measured, f"{family} TP2-CP2 one image")
 
 
@@ -191,7 +192,7 @@ def test_internvl_on_qwen3(one_rank, tmp_path, images, measured):
     """Its other language model; the matrix has it on Qwen2."""
     folder = make_vlm(tmp_path, "internvl", tied=True, model_type="qwen3", head_dim=48)
     ranks = one_rank.run(run_vlm_case, draw_address(), folder, images, {"layout": "thd"})
-    check_vlm_ranks(ranks, compute_vlm_reference(folder, images), measured, "internvl on qwen3")
+    check_vlm_ranks(ranks, measure_vlm_rounding(folder, images), measured, "internvl on qwen3")
 
 
 EMULATED = (("cuda-emulated", "thd"), ("cuda-emulated", "bshd"), ("npu-emulated", "bshd"))
