@@ -171,6 +171,20 @@ def check_rows(path: str, data: DataConfig) -> None:
         pass
 
 
+def read_first_row(path: str, data: DataConfig) -> tuple[str, Row]:
+    """Read the first row of a source and where it stands, without a tokenizer: it has no ids and no images, and the
+    text of its messages without a chat template.
+
+    Raises:
+        ValueError: there are no rows, or the row is broken.
+    """
+    where, source = next(_iterate_checked(path, data))
+    prompt = source[data.prompt_field]
+    messages = _make_messages(prompt, data)
+    text = prompt if isinstance(prompt, str) else "\n".join(flatten_content(m.get("content")) or "" for m in messages)
+    return where, Row(text, (), source[data.answer_field], source, messages=messages)
+
+
 def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader | None" = None) -> Rows:
     """Read the rows of a source (``DataConfig.train`` lists the kinds) and tokenize their prompts.
 

@@ -253,6 +253,21 @@ def _describe_tool(tool: Mapping[str, Any] | Callable) -> Mapping[str, Any]:
     return get_json_schema(tool)
 
 
+def read_parts(parts: Any) -> tuple[tuple[str, float], ...]:
+    """Read ``Episode.parts`` as pairs of a name and a finite number.
+
+    Raises:
+        RewardError: there is no dict, or a part is no finite number; the message names it.
+    """
+    if not isinstance(parts, Mapping):
+        raise RewardError("not_a_number", f"Episode.parts is {parts!r:.80}, expected a dict of numbers")
+    numbers = {str(name): read_number(value) for name, value in parts.items()}
+    for (name, number), value in zip(numbers.items(), parts.values(), strict=True):
+        if not isfinite(number):
+            raise RewardError("not_a_number", f"Episode.parts has {name!r}: {value!r:.80}, expected a finite number")
+    return tuple(numbers.items())
+
+
 def read_number(value: Any) -> float:
     """Convert a reward to float; text and everything that ``float`` does not take become NaN."""
     try:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 from rlworker.data.rows import Row
 from rlworker.environments.episode import Episode, read_number
 from rlworker.environments.policy import Policy
-from rlworker.environments.reward import AnswerFn, Environment, RewardFn, check_arguments, check_reward, is_batch
+from rlworker.environments.reward import (
+    AnswerFn,
+    Environment,
+    RewardFn,
+    check_arguments,
+    check_reward,
+    find_answer,
+    is_batch,
+    split_score,
+)
 from rlworker.environments.user_code import is_async, name_function
 
 if TYPE_CHECKING:  # processes of environments load nothing of engines
@@ -40,15 +49,19 @@ class CombinedParts:
     async def __call__(self, policy: Policy, row: Row) -> Episode:
         episode = Episode(row)
         text = (await policy.sample(episode)).text
+        details: dict[str, float] = {}  # the parts of a part, which have no weight
         for name, function in self.functions.items():
             value: Any = function(text, row)
-            episode.parts[name] = read_number(await value if is_async(function) else value)
+            score, of_score = split_score(await value if is_async(function) else value)
+            episode.parts[name] = read_number(score)
+            details |= {f"{name}_{detail}": number for detail, number in of_score.items()}
         verdicts = await asyncio.gather(*(_ask(policy, name, kind, text, row) for name, kind in self.models.items()))
         episode.parts |= zip(self.models, verdicts, strict=True)
         for name, value in episode.parts.items():
             episode.reward(self.weights[name] * value)
+        episode.parts = details | episode.parts
         if self.answer:
-            episode.answer = self.answer(text, row)
+            episode.answer = find_answer(self.answer, text, row)
         return episode
 
 

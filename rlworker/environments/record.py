@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import fsum, isclose
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,8 +108,8 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The reward of the episode: the sum of all its rewards."""
-        return sum((value for _, value in self.rewards), 0.0)
+        """The reward of the episode: the sum of all its rewards, rounded once."""
+        return fsum(value for _, value in self.rewards)
 
     @property
     def completions(self) -> list[Completion]:
@@ -267,6 +268,11 @@ class LostWorker:
     number: int
     turn: int
     where: str
+
+
+def is_pass(reward: float, pass_reward: float) -> bool:
+    """Tell whether a reward reaches ``EnvironmentConfig.pass_reward``, apart from the rounding of its parts' sum."""
+    return reward >= pass_reward or isclose(reward, pass_reward, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def digest_ids(token_ids: Sequence[int] | np.ndarray) -> int:

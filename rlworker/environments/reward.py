@@ -4,24 +4,29 @@ A scorer is a function or ``async`` function ``reward(text, row) -> float``, or 
 that scores all samples of a prompt.
 """
 
+import logging
 import re
 import reprlib
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import isasyncgenfunction, signature
+from math import isfinite
 from typing import Any
 
 from rlworker.data.rows import Row
-from rlworker.environments.episode import Episode, RewardError
+from rlworker.environments.episode import Episode, RewardError, read_number
 from rlworker.environments.policy import Policy
-from rlworker.environments.user_code import is_async, name_function, strip_partials
+from rlworker.environments.user_code import describe_error, is_async, name_function, strip_partials
 
-RewardFn = Callable[[str, Row], float | Awaitable[float]]
-BatchRewardFn = Callable[[list[str], list[Row]], Sequence[float]]
+Score = float | Mapping[str, Any]
+"""What a scorer returns for a text: a number, or a dict as verl's rewards return, with the number as ``score``."""
+RewardFn = Callable[[str, Row], Score | Awaitable[Score]]
+BatchRewardFn = Callable[[list[str], list[Row]], Sequence[Score]]
 Scorer = RewardFn | BatchRewardFn
-AnswerFn = Callable[[str, Row], str]
-"""``answer(text, row)`` returns the answer in a text, for votes of validation (maj@k); empty if there is none."""
+AnswerFn = Callable[[str, Row], str | None]
+"""``answer(text, row)`` returns the answer in a text, for votes of validation (maj@k); empty or None
+if there is none."""
 Environment = Callable[[Policy, Row], Awaitable[Episode]]
 """``async def environment(policy, row) -> Episode`` runs one episode."""
 
@@ -100,12 +105,14 @@ class OneTurn:
         else:
             value = scorer(text, row)
             (value,) = spread_numbers(value if self.is_immediate else await value, 1)
+        score, parts = split_score(value)
         try:
-            episode.reward(value)
+            episode.reward(score)
         except RewardError as error:
-            raise RewardError(error.kind, f"returned {reprlib.repr(value)}") from None
+            raise RewardError(error.kind, describe_score(value)) from None
+        episode.parts |= parts
         if self.answer:
-            episode.answer = self.answer(text, row)
+            episode.answer = find_answer(self.answer, text, row)
         return episode
 
 
@@ -140,6 +147,37 @@ def make_environment(function: Environment | Scorer) -> Environment:
         check_arguments(function, "environment(policy, row)")
         return function  # pyright: ignore[reportReturnType]  its name and arguments tell it from a scorer
     return one_turn(function)  # pyright: ignore[reportArgumentType]  its name and arguments tell it from an environment
+
+
+def find_answer(answer: AnswerFn, text: str, row: Row) -> str:
+    """Return the answer that a function finds in a text; empty if it finds none or raises.
+
+    A sample without an answer has no vote, and keeps its reward. The error goes to the log of this process.
+    """
+    try:
+        found = answer(text, row)
+    except Exception as error:
+        name = name_function(answer)
+        logging.getLogger(__name__).warning(f"answer: {name} raised, the sample has no vote: {describe_error(error)}")
+        return ""
+    return "" if found is None else str(found)
+
+
+def split_score(returned: Any) -> tuple[Any, dict[str, float]]:
+    """Split what a scorer returned for a text into its score, which need be no number, and the parts of it.
+
+    A dict with a ``score`` is read as verl reads it: of its other values, those that are numbers are parts.
+    """
+    if not isinstance(returned, Mapping) or "score" not in returned:
+        return returned, {}
+    numbers = {str(name): read_number(value) for name, value in returned.items() if name != "score"}
+    return returned["score"], {name: number for name, number in numbers.items() if isfinite(number)}
+
+
+def describe_score(returned: Any) -> str:
+    """Describe what a scorer returned in place of a number."""
+    got = f"returned {reprlib.repr(returned)}"
+    return f'{got}, expected a number, or a dict that has it as "score"' if isinstance(returned, Mapping) else got
 
 
 def spread_numbers(returned: Any, count: int) -> list[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row
+from rlworker.environments.record import is_pass
 
 RETURNS_AFTER = 3
 """Times that a prompt outside the range of pass rates is passed over before it is drawn once more: the model may have
@@ -192,7 +193,7 @@ class Curriculum:
     def note(self, draw: int, rewards: Sequence[Sequence[float]]) -> None:
         """Record the rewards ``[P][G]`` of rollout ``draw``, in the order of its picks, and update pass rates."""
         for row, own in zip(self.picks[draw], rewards, strict=True):
-            rate = sum(reward >= self.pass_reward for reward in own) / len(own)
+            rate = sum(is_pass(reward, self.pass_reward) for reward in own) / len(own)
             known = self.rates[row]
             self.rates[row] = rate if np.isnan(known) else known + _NEWEST_SHARE * (rate - known)
             self.noted.append((row, rate))

@@ -17,6 +17,8 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.data.rows import check_rows, read_ends
+from rlworker.environments.processes.pool import ENVIRONMENT_LOG
+from rlworker.environments.processes.trial import try_rewards
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.tracking.run_folder import RunFolder
 from rlworker.tracking.terminal import LOGGER, log_start
@@ -53,7 +55,8 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             environment = make_environment(environment)
             folder = check_run(config)
             running.callback(folder.release)
-            log_start("settings, folders and fields of rows are checked")
+            try_rewards(environment, config, list_sources(config), folder.path / ENVIRONMENT_LOG)
+            log_start("settings, folders, fields of rows and the reward are checked")
             if config.shares_base:
                 log_start("the critic shares the actor's weights, beside adapters and a head of its own")
             # The main thread gets the signals of the other, too; it may hold them back.
@@ -132,16 +135,22 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     _warn_of_memory(config, models, {name: each.spec for name, each in served.items()})
     check_trackers(config.trackers)
     config.choose_metric()  # refused here where it cannot be
-    check, sources = check_rows, [config.data.train]
-    if isinstance(config, RunConfig):
-        sources = list(config.curriculum.weigh_sources(config.data.train))
-    else:
+    check = check_rows
+    if not isinstance(config, RunConfig):
         from rlworker.data.conversations import check_examples as check
+    sources = list_sources(config)
     for path in (*sources, *config.data.heldouts.values()):
         check(path, config.data)
     folder.inputs.hold(config.data, sources=sources)
     folder.claim(config)
     return folder
+
+
+def list_sources(config: RunConfig | SftConfig) -> list[str]:
+    """List the sources of the rows that a run trains on."""
+    if isinstance(config, RunConfig):
+        return list(config.curriculum.weigh_sources(config.data.train))
+    return [config.data.train]
 
 
 def _warn_of_memory(config: RunConfig | SftConfig, models: dict[str, ModelSpec], served: Served) -> None:

@@ -22,6 +22,7 @@ from rlworker.config.run import RunConfig
 from rlworker.data.rows import check_rows, check_vocabulary, read_rows
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
+from rlworker.environments.processes.trial import try_rewards
 from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
@@ -93,6 +94,7 @@ class Evaluation:
         self.served = check_served(config, find_model)
         for path in config.data.heldouts.values():
             check_rows(path, config.data)
+        try_rewards(self.environment, config, list(config.data.heldouts.values()))
         self.codec = make_codec(config, self.model)
         parts = self.codec.tokenizer, config.data, self.codec.image_reader
         self.rows = {name: read_rows(path, *parts).rows for name, path in config.data.heldouts.items()}

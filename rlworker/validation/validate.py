@@ -7,6 +7,7 @@ from rlworker.config.run import RunConfig
 from rlworker.config.validation import list_sizes, name_set
 from rlworker.data.formats import SOURCE
 from rlworker.data.rows import Row
+from rlworker.environments.record import is_pass
 from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import score_groups
@@ -100,7 +101,7 @@ def _average(groups: Sequence[TrajectoryGroup]) -> float:
 def _estimate(groups: Sequence[TrajectoryGroup], config: RunConfig) -> dict[str, float]:
     """Average mean@n and pass@k over prompts, and maj@k where the environment finds answers."""
     samples = config.validation.samples
-    rights = [[one.reward >= config.environment.pass_reward for one in group] for group in groups]
+    rights = [[is_pass(one.reward, config.environment.pass_reward) for one in group] for group in groups]
     answers = [[one.answer.strip() for one in group] for group in groups]
     found, sizes = {f"mean_at_{samples}": _average(groups)}, list_sizes(samples)
     for size in sizes:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlworker.environments.codec import Codec, Stops, using_codec
-from rlworker.environments.episode import Episode, RewardError
+from rlworker.environments.episode import Episode, RewardError, read_parts
 from rlworker.environments.policy import Endpoint, EpisodeLimit, EpisodeLimits, NoVerdict, Policy, ToolFailure
 from rlworker.environments.processes.timing import ReportFn, RunningEpisode, StepTimer, TimedCoroutine, is_ours
 from rlworker.environments.record import Ask, FailureKind, Job, Question, Reply, Sample, Verdict, digest_ids
@@ -201,14 +201,14 @@ class EnvRunner:
         if not running.awaits_driver:
             self._note_settled()
         episode = running.episode or (result if isinstance(result, Episode) else None)
+        outcome: dict[str, Any] = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
+        if episode:
+            fields, fault = _read_fields(episode)
+            outcome |= fields
+            failure = failure or fault
         if failure:
             failure = failure[0], f"turn {running.turn}: {failure[1]}"
-        counts = {"tool_calls": running.tool_calls, "tool_failures": running.tool_failures}
-        outcome: dict[str, Any] = {"failure": failure} | counts
-        if episode:
-            outcome |= {"rewards": tuple(episode.rewards), "forks": episode.forks, "answer": str(episode.answer)}
-            outcome["parts"] = tuple(episode.parts.items())
-        self._reply.results[running.number] = outcome
+        self._reply.results[running.number] = outcome | {"failure": failure}
 
     # -- requests of an episode
 
@@ -348,3 +348,20 @@ class EnvRunner:
             assert running.task
             running.task.cancel()
         self._ticking = self._loop.call_later(min(_TICK_S, limit / 10), self._tick)
+
+
+def _read_fields(episode: Episode) -> tuple[dict[str, Any], tuple[FailureKind, str] | None]:
+    """Read what an environment left in its episode as plain values, the fields of a ``Trajectory``.
+
+    Returns:
+        the fields up to the first that cannot be read, and the failure that names it; None where all can be.
+    """
+    fields: dict[str, Any] = {"forks": episode.forks}
+    try:
+        fields["rewards"] = tuple((int(turn), float(value)) for turn, value in episode.rewards)
+        fields["answer"] = "" if episode.answer is None else str(episode.answer)
+        fields["parts"] = read_parts(episode.parts)
+    except Exception as error:  # whatever the user's own objects raise is this episode's outcome
+        kind = error.kind if isinstance(error, RewardError) else "raised"
+        return fields, (kind, f"its episode cannot be read: {describe_error(error, is_ours)}")
+    return fields, None

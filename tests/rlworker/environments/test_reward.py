@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import os
 import re
+import time
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -15,8 +17,10 @@ from support.environments.runners import LIMITS, Engines, LocalPool, make_loop, 
 
 from engines.batch.samples import Sampling
 from rlworker.config.run import RunConfig
-from rlworker.environments import Episode, one_turn
+from rlworker.config.sections import EnvironmentConfig
+from rlworker.environments import Episode, combine_parts, one_turn
 from rlworker.environments.episode import read_number
+from rlworker.environments.processes.trial import try_rewards
 from rlworker.environments.reward import OneTurn, batch_reward, is_batch, make_environment
 
 PATIENT = replace(LIMITS, time_limit_s=20.0)
@@ -207,3 +211,92 @@ def test_a_number_is_what_float_takes_but_for_text():
     assert [read_number(value) for value in numbers] == [1.0, 0.5, 2.0, 0.1, 1 / 3, math.inf, 3.0, 1.5]
     others = [None, "1", b"1", np.str_("1"), {}, 1 + 0j, 10**400, Decimal("sNaN"), torch.tensor([1.0, 2.0]), math.nan]
     assert all(math.isnan(read_number(value)) for value in others)
+
+
+def return_none(text, row):
+    return None
+
+
+def return_dict(text, row):
+    return {"reward": 1.0}
+
+
+def return_text(text, row):
+    return "1.0"
+
+
+async def reward_none(text: str, row) -> None:
+    return None
+
+
+@batch_reward
+def rate_too_few(texts, rows):
+    return [1.0] * (len(texts) - 1)
+
+
+def raise_on_all(text, row):
+    raise KeyError("ground_truth")
+
+
+def rate_nan(text, row):
+    return float("nan")
+
+
+def end_process(text, row):
+    os._exit(3)
+
+
+def sleep_long(text, row):
+    time.sleep(600)
+
+
+def rate_like_verl(text, row):
+    print("printed in the trial")
+    return {"score": float(text == row.answer == "2" and row.prompt == "1+1="), "acc": True}
+
+
+def try_reward(scorer, folder, **settings) -> None:
+    """Try a reward on a row of a file in ``folder``."""
+    (folder / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}')
+    config = RunConfig(environment=EnvironmentConfig(time_limit_s=0.3), samples_per_prompt=3, **settings)
+    try_rewards(make_environment(scorer), config, [str(folder / "rows.jsonl")], folder / "environment.log")
+
+
+@pytest.mark.parametrize("scorer", [return_none, return_dict, return_text, reward_none, rate_too_few])
+def test_a_reward_that_returns_no_number_is_refused_before_anything_starts(scorer, tmp_path):
+    with pytest.raises(ValueError) as error:
+        try_reward(scorer, tmp_path)
+    message = str(error.value)
+    assert "rows.jsonl, line 1" in message and "test_reward.py:" in message and "returned " in message
+    assert "expected a number" in message or "2 numbers for 3 texts" in message
+    assert ('"score"' in message) == (scorer is return_dict)
+
+
+@pytest.mark.parametrize("scorer", [raise_on_all, rate_nan, end_process, sleep_long])
+def test_a_reward_that_fails_on_a_rows_answer_is_a_warning(scorer, tmp_path, caplog):
+    """It may have one for other texts, and a failed call is an episode's outcome."""
+    try_reward(scorer, tmp_path)
+    said = {raise_on_all: "KeyError: 'ground_truth'", rate_nan: "returned nan", end_process: "ended its process"}
+    assert said.get(scorer, "did not return in 0.3 s") in caplog.text and "a failed episode" in caplog.text
+
+
+def test_a_trial_leaves_nothing_in_the_process_of_the_run(tmp_path, caplog):
+    calls = []
+
+    def count(text, row):
+        calls.append(row)
+        return 1.0
+
+    try_reward(count, tmp_path)
+    try_reward(rate_like_verl, tmp_path)
+    try_reward(combine_parts({"verl": rate_like_verl, "other": count}, {}), tmp_path)
+    assert not calls and not caplog.text and (tmp_path / "environment.log").read_text().count("printed") == 2
+    with pytest.raises(ValueError, match="return_none"):
+        try_reward(combine_parts({"verl": rate_like_verl, "none": return_none}, {}), tmp_path)
+
+
+def test_an_environment_is_not_tried(tmp_path):
+    async def play(policy, row):
+        raise AssertionError("it is called")
+
+    try_reward(play, tmp_path)

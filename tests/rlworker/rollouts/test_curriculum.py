@@ -109,6 +109,8 @@ def test_a_sample_passes_from_the_reward_of_the_environments_settings_on():
     curriculum = Curriculum(config, [Row("a", (1,), "", {})], [1])
     run(curriculum, lambda row: [0.0, 0.49, 0.5, 1.0], 1, 1)
     assert curriculum.rates[0] == 0.5
+    run(curriculum, lambda row: [0.2 + 0.2 + 0.1 - 1e-16, 0.7 + 0.2 + 0.1 - 0.5, 0.5, 1.0], 1, 1, first=1)
+    assert curriculum.rates[0] == 0.75, "half of a half and of one: what rounding takes away is no miss"
 
 
 def test_buckets_of_pass_rates_move_their_prompts():

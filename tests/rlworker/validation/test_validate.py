@@ -13,7 +13,7 @@ from rlworker.config.sections import DataConfig, EnvironmentConfig
 from rlworker.config.sft import SftConfig
 from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import Row
-from rlworker.environments import Episode, one_turn
+from rlworker.environments import Episode, combine_parts, one_turn
 from rlworker.errors import RunError
 from rlworker.tracking.run_folder import Score
 from rlworker.validation.patience import has_stalled
@@ -122,6 +122,16 @@ def test_a_reward_below_the_threshold_is_a_wrong_answer():
     found = [validate(make_manager(half, samples=4, **more), sets).metrics for more in ({}, {"pass_reward": 0.5})]
     assert [one["heldout_mean_at_4"] for one in found] == [0.25, 0.25]
     assert [one["heldout_pass_at_4"] for one in found] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.1,) * 10, (1 / 49,) * 49])
+def test_parts_of_a_reward_that_sum_to_one_pass(weights):
+    """Added one after another they make 0.9999999999999999, as 0.7 + 0.2 + 0.1 does."""
+    assert sum(weights) == pytest.approx(1.0, abs=1e-15) and (sum(weights) < 1.0 or sum(weights) > 1.0)
+    parts = {f"part_{number}": lambda text, row: 1.0 for number in range(len(weights))}
+    environment = combine_parts(parts, {}, dict(zip(parts, weights, strict=True)))
+    metrics = validate(make_manager(environment, samples=2), {"": SETS[""][:1]}).metrics
+    assert metrics["heldout_pass_at_1"] == 1.0
 
 
 def test_an_environment_of_its_own_gives_answers_to_vote_on_and_failures_are_counted():
