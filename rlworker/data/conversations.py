@@ -59,7 +59,7 @@ def has_conversations(path: str, data: DataConfig) -> bool:
 
     They are if they have ``messages`` and no prompt, messages as a prompt and no answer, or messages as a completion.
     """
-    source: dict = next((source for _, source in iterate_rows(path)), {})
+    source: dict = next((source for _, source in iterate_rows(path, data.prompt_field)), {})
     prompt, answer = source.get(data.prompt_field), source.get(data.answer_field)
     if prompt is None:
         return source.get(FIELD) is not None
@@ -76,7 +76,7 @@ def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]
         ValueError: a conversation is broken; the message has place, row and field.
     """
     kind = None
-    for where, source in iterate_rows(path):
+    for where, source in iterate_rows(path, data.prompt_field):
         kind = kind or find_format(source, data)
         fields = [data.prompt_field if source.get(data.prompt_field) is not None else FIELD]
         if kind == "trl":
@@ -123,7 +123,7 @@ def check_examples(path: str, data: DataConfig) -> None:
             pass
         return
     check_rows(path, data)
-    for where, source in iterate_rows(path) if data.format == "trl" else ():
+    for where, source in iterate_rows(path, data.prompt_field) if data.format == "trl" else ():
         if source.get(COMPLETION) is None and source.get(data.answer_field) is None:
             raise ValueError(
                 f'{where}: field "{COMPLETION}" is missing, the row has {", ".join(source)}; give the completion, '

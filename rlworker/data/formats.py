@@ -42,7 +42,7 @@ def iterate_formatted(path: str, data: DataConfig) -> Iterator[tuple[str, dict]]
             field.
     """
     kind = None
-    for where, source in iterate_rows(path):
+    for where, source in iterate_rows(path, data.prompt_field):
         kind = kind or find_format(source, data)
         if kind == "verl":
             source = source | {data.answer_field: _read_truth(where, source)}

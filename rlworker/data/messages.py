@@ -13,6 +13,8 @@ MARKER, VIDEO_MARKER = "<image>", "<video>"
 
 TOOLS = "tools"
 """Field of a row with the JSON schemas of the tools that its messages may call."""
+CHAT_FIELDS = ("prompt", "messages", "completion", TOOLS)
+"""Fields of a row that hold messages or schemas; a prompt may have another name."""
 
 MARKERS = {"image": MARKER, "video": VIDEO_MARKER}
 """Type of a message's part -> marker in the text."""
@@ -113,30 +115,6 @@ def load_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
             call = {**call, "function": function} if "function" in call else function
         calls.append(call)
     return {**message, "tool_calls": calls}
-
-
-def drop_nulls(row: dict) -> dict:
-    """Return a row without the keys of its messages and tools that have no value: a table gives each the keys of all.
-
-    The content of a message stays, which is null beside tool calls.
-    """
-    return {name: _drop_nulls(value) if _is_chat(name, value) else value for name, value in row.items()}
-
-
-def _is_chat(name: str, value: Any) -> bool:
-    """Tell whether a field has messages or schemas of tools."""
-    return isinstance(value, list) and any(
-        isinstance(each, dict) and (name == TOOLS or "role" in each or "function" in each) for each in value
-    )
-
-
-def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_drop_nulls(each) for each in value]
-    if isinstance(value, dict):
-        kept = {key: each for key, each in value.items() if each is not None or (key == "content" and "role" in value)}
-        return {key: _drop_nulls(each) for key, each in kept.items()}
-    return value
 
 
 def render_messages(

@@ -8,7 +8,7 @@ from glob import glob, has_magic
 from itertools import takewhile
 from pathlib import Path
 
-from rlworker.data.messages import drop_nulls
+from rlworker.data.messages import CHAT_FIELDS
 
 _SAVED = ("dataset_dict.json", "state.json")
 """Files in a folder that ``datasets`` wrote by ``save_to_disk``."""
@@ -29,10 +29,14 @@ def find_base_folder(path: str) -> Path:
     return Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0])
 
 
-def iterate_rows(path: str) -> Iterator[tuple[str, dict]]:
+def iterate_rows(path: str, prompt_field: str = CHAT_FIELDS[0]) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a source as ``(place, row)``; ``DataConfig.train`` lists the kinds of sources.
 
-    A place names the source, and the row of a table from 0, or the line of a file from 1.
+    A place names the source, and the row of a table from 0, or the line of a file from 1. Of a table the messages and
+    tools lack the keys that the table filled up with nulls.
+
+    Args:
+        prompt_field: ``DataConfig.prompt_field``.
 
     Raises:
         ValueError: the source is missing or cannot be read.
@@ -40,13 +44,11 @@ def iterate_rows(path: str) -> Iterator[tuple[str, dict]]:
     if not path:
         raise ValueError("data: no rows were given; set --data.train, such as --data.train train.jsonl")
     if Path(path).is_file() and not path.endswith(".parquet"):
-        rows = _read_lines(path)
+        yield from _read_lines(path)
     else:
         from rlworker.data.tables import iterate_tables  # rows of JSONL load nothing of it
 
-        rows = iterate_tables(path, list_files(path))
-    for where, row in rows:
-        yield where, drop_nulls(row)
+        yield from iterate_tables(path, list_files(path), {prompt_field, *CHAT_FIELDS})
 
 
 def _read_lines(path: str) -> Iterator[tuple[str, dict]]:

@@ -10,7 +10,7 @@ from support.environments.rows import message_of, save, write, write_parquet
 from recipes.common.addition import is_heldout, make_data, make_tokenizer
 from rlworker.config.sections import DataConfig
 from rlworker.data.rows import check_rows, check_vocabulary, list_stop_tokens, load_tokenizer, pick_rows, read_rows
-from rlworker.data.sources import find_base_folder
+from rlworker.data.sources import find_base_folder, iterate_rows
 from rlworker.environments.codec import Codec
 
 DATA = DataConfig(max_prompt_tokens=20)
@@ -66,7 +66,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
 
 @pytest.mark.parametrize("form", [write, write_parquet, save])
 def test_messages_of_a_table_have_no_keys_that_json_has_not(tmp_path, tokenizer, form):
-    """A table gives every message the keys of all, and every call the arguments of all. So may lines give some null."""
+    """A table gives every message the keys of all, and every call the arguments of all."""
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}{% if m.name is defined %} named {{ m.name }}{% endif %}:"
         "{% if m.content is none %}-{% else %}{{ m.content + '.' }}{% endif %}"
@@ -83,12 +83,40 @@ def test_messages_of_a_table_have_no_keys_that_json_has_not(tmp_path, tokenizer,
     assert [row.source["prompt"] for row in rows] == chats == [list(row.messages) for row in rows]
     assert rows[1].source["tools"] == calls
     path = form(tmp_path, {"prompt": [USER | {"name": None, "tool_calls": None}], "answer": "2"})
-    assert read_rows(path, tokenizer, data).rows[0].prompt == "user:1+1=.;"
+    assert read_rows(path, tokenizer, data).rows[0].prompt == "user named None:1+1=.;", "as transformers renders it"
     flat = [{"tools": [{"name": f"f{i}", "parameters": {"ab"[i]: {"type": "string"}}}]} for i in range(2)]
     path = form(tmp_path, *({"prompt": [USER], "answer": "2"} | tools for tools in flat))
     assert [row.source["tools"] for row in read_rows(path, tokenizer, data).rows] == [tools["tools"] for tools in flat]
     said = message_of(check_rows, form(tmp_path, {"prompt": [USER | {"content": None}], "answer": "2"}), data)
     assert "field \"prompt\", message 0 (from 0), of role 'user', must have content of text or parts" in said
+
+
+@pytest.mark.parametrize("form", [write, write_parquet, save])
+def test_nulls_that_the_author_wrote_stay(tmp_path, form):
+    """In fields of the author's own, in JSONL everywhere, and in a table where no row has another value."""
+    tool = {"name": "f", "parameters": {"type": "object", "default": None, "enum": ["a", None]}}
+    own = [{"role": "judge", "score": None}, {"role": "judge", "score": 1}, {"function": None, "role": "b", "score": 2}]
+    row = {"prompt": [USER], "answer": "2", "tools": [tool], "log": own, "extra": {"function": None, "split": "a"}}
+    other = {"prompt": [USER | {"name": "Bo"}], "answer": "2", "tools": [tool], "log": [], "extra": {"split": None}}
+    rows = [source for _, source in iterate_rows(form(tmp_path, row, other))]
+    assert rows[0]["tools"] == rows[1]["tools"] == [tool] and rows[0]["prompt"] == [USER]
+    assert [line["score"] for line in rows[0]["log"]] == [None, 1, 2] and "function" in rows[0]["log"][2]
+    assert rows[0]["extra"] == {"function": None, "split": "a"} and rows[1]["extra"]["split"] is None
+
+
+def test_every_null_of_a_line_stays(tmp_path):
+    row = {"prompt": [USER | {"name": None, "parts": [None, {"a": None}]}], "tools": [{"function": {"strict": None}}]}
+    assert [source for _, source in iterate_rows(write(tmp_path, row, row | {"messages": [{"role": None}]}))] == [
+        row,
+        row | {"messages": [{"role": None}]},
+    ]
+
+
+def test_a_prompt_of_another_name_is_a_chat_too(tmp_path):
+    chats = [[USER], [USER | {"name": "Bo"}]]
+    path = write_parquet(tmp_path, *({"ask": chat, "log": chat} for chat in chats))
+    rows = [source for _, source in iterate_rows(path, "ask")]
+    assert [row["ask"] for row in rows] == chats and rows[0]["log"] == [USER | {"name": None}]
 
 
 def test_a_data_set_gives_plain_values(tmp_path, tokenizer):
