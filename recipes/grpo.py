@@ -6,20 +6,13 @@ Copy this file to write your own recipe: the reward is any function ``reward(tex
 ``advantage(batch) -> [N]`` and the loss any ``loss(outputs, batch) -> (sum, metric sums)``.
 """
 
-import re
-from decimal import Context, Decimal
-
+from recipes.common.numbers import find_number, is_number
 from rlworker import Row, RunConfig, launch, one_turn, parse_config
-
-NUMBER = re.compile(r"(?<![A-Za-z\d.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?")
 
 
 def find_answer(text: str, row: Row) -> str:
     """Find the last number in a text, or its last line if the row's answer is no number."""
-    if not NUMBER.fullmatch(row.answer.strip()):
-        return text.strip().rpartition("\n")[2].strip()
-    number = (NUMBER.findall(text) or [""])[-1].replace(",", "")
-    return f"{Decimal(number).normalize(Context(len(number))):f}" if number else ""
+    return find_number(text) if is_number(row.answer) else text.strip().rpartition("\n")[2].strip()
 
 
 def reward(text: str, row: Row) -> float:

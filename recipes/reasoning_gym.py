@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
-from recipes.grpo import NUMBER
+from recipes.common.numbers import find_expression, is_number
 from rlworker import (
     AlgorithmConfig,
     DataConfig,
@@ -180,8 +180,8 @@ def find_answer(text: str, row: Row) -> str:
     expected, or as many of its last lines as the row's answer has."""
     if (tagged := utils.extract_answer(text)) is not None:
         return tagged
-    if NUMBER.fullmatch(row.answer):
-        return (NUMBER.findall(text) or [""])[-1].replace(",", "")
+    if is_number(row.answer):
+        return find_expression(text).replace(",", "")
     lines = row.answer.strip().count("\n") + 1
     return "\n".join(text.strip().split("\n")[-lines:]).strip()
 
@@ -195,7 +195,7 @@ def reward(text: str, row: Row) -> float:
     score = dataset.score_answer(found, dataset[row.source["index"]])
     # Many tasks give a part of 1 where the answer stands in a longer text. A number that stands in a longer one, as 4
     # does in 24 and in -4, is a wrong answer: a model that is paid for it learns to name longer numbers.
-    is_other_number = score < 1 and row.answer in found and NUMBER.fullmatch(found)
+    is_other_number = score < 1 and row.answer in found and is_number(found)
     return 0.0 if is_other_number else score
 
 

@@ -13,7 +13,7 @@ from math import isnan
 from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, read_first_row
@@ -75,7 +75,7 @@ def try_rewards(
     count, limit_s = config.samples_per_prompt, config.environment.time_limit_s
     # A fork has the functions as they are: nothing is pickled or imported, and it costs milliseconds.
     fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe(duplex=False)
+    here, there = cast(tuple[Connection, Connection], fork.Pipe(duplex=False))
     process = fork.Process(target=_call_all, args=(there, calls, count, output), daemon=True)
     process.start()
     there.close()
