@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engines.batch.samples import Image
 from engines.images.decoding import check_image, decode, read_bytes
 from engines.images.video import Video
-from engines.images.video_processor import VideoProcessor
+from engines.images.video_processor import VideoProcessor, check_edges
 from engines.models.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class ImageProcessor:
                     f"model: preprocessor_config.json in {folder!r} has {name} {actual}, expected {expected}, which "
                     "config.json has"
                 )
+        if not vision.side:
+            check_edges(self._process, f"preprocessor_config.json in {folder!r}")
         if vision.side and getattr(self._process, "do_pan_and_scan", None):
             raise ValueError(
                 f"model: preprocessor_config.json in {folder!r} has do_pan_and_scan "

@@ -49,6 +49,7 @@ class VideoProcessor:
                     f"model: video_preprocessor_config.json in {folder!r} has {name} {actual}, expected {expected}, "
                     "which config.json has"
                 )
+        check_edges(self._process, f"video_preprocessor_config.json in {folder!r}")
         if (count := self._process.num_frames) and (fps := self._process.fps):
             raise ValueError(
                 f"model: video_preprocessor_config.json in {folder!r} has num_frames {count} and fps {fps}, which is 2 "
@@ -151,3 +152,19 @@ class VideoProcessor:
                     f"{video.place}: the processor cut {video.path!r} into {grid} patches, expected {list(video.grid)}"
                 )
         return processed["pixel_values_videos"]
+
+
+def check_edges(processor: Any, file: str) -> None:
+    """Raise ValueError unless a processor of transformers knows the fewest and most pixels of what it resizes.
+
+    Args:
+        file: the file with its settings, for the message.
+    """
+    size = processor.size
+    lacking = [name for name in ("shortest_edge", "longest_edge") if not isinstance(size.get(name), int)]
+    if lacking:
+        got = {name: value for name, value in dict(size).items() if value is not None}
+        raise ValueError(
+            f"model: {file} has size {got} without {' and '.join(lacking)}; name its min_pixels shortest_edge and its "
+            "max_pixels longest_edge, as transformers and vLLM read them"
+        )

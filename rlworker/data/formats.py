@@ -3,6 +3,8 @@
 import json
 import reprlib
 from collections.abc import Collection, Iterator
+from datetime import date, time
+from decimal import Decimal
 from typing import Any, Literal
 
 from rlworker.config.sections import DataConfig
@@ -60,7 +62,7 @@ def _read_truth(where: str, source: dict) -> str:
             f'{where}: field "{REWARD_MODEL}" {got}, expected {{"{TRUTH}": ...}} as in verl\'s rows; give it, or name '
             "the field of the answer with --data.answer-field"
         )
-    return _spell(model[TRUTH])
+    return spell_answer(model[TRUTH], f'{where}: field "{REWARD_MODEL}.{TRUTH}"')
 
 
 def _read_completion(where: str, source: dict, data: DataConfig) -> str:
@@ -68,7 +70,7 @@ def _read_completion(where: str, source: dict, data: DataConfig) -> str:
     alone."""
     check_type(where, source)
     if (answer := source.get(data.answer_field)) is not None:
-        return _spell(answer)
+        return spell_answer(answer, f'{where}: field "{data.answer_field}"')
     completion = source.get(COMPLETION, "")
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
@@ -95,5 +97,34 @@ def check_type(where: str, source: dict) -> None:
         )
 
 
-def _spell(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def spell_answer(value: Any, place: str) -> str:
+    """Spell an answer as text: a decimal number by its digits, a date by ISO 8601, any other value as its JSON.
+
+    Args:
+        place: where it stands, for the message.
+
+    Raises:
+        ValueError: JSON has no such value, as bytes, durations and NaN.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        return _spell_plain(value) if isinstance(value, Decimal | date | time) else _spell_json(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{place} is or has a value that JSON has no form for, got {type(value).__name__} {reprlib.repr(value)}; "
+            "make it text or a number"
+        ) from None
+
+
+def _spell_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_spell_plain)
+
+
+def _spell_plain(value: Any) -> str:
+    """Spell a decimal number or a date as text; TypeError for other types, as ``json.dumps`` takes it."""
+    if isinstance(value, Decimal) and value.is_finite():
+        return f"{value:f}"
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise TypeError

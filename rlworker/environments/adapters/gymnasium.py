@@ -14,7 +14,8 @@ from rlworker.environments.policy import EpisodeLimit, Policy
 class GymnasiumEnvironment:
     """An environment whose observations and rewards are those of a Gymnasium environment.
 
-    All episodes of a row begin in the same state: the seed is the row's field ``seed``, or a checksum of its prompt.
+    All episodes of a row begin in the same state: the seed is the row's field ``seed``, or a checksum of its prompt
+    where it has none: tables fill it up with null or NaN.
 
     Attributes:
         make: makes the Gymnasium environment of a row.
@@ -30,7 +31,7 @@ class GymnasiumEnvironment:
     async def __call__(self, policy: Policy, row: Row) -> Episode:
         game = self.make(row)
         try:
-            observation, _ = game.reset(seed=int(row.source.get("seed", zlib.crc32(row.prompt.encode()))))
+            observation, _ = game.reset(seed=read_seed(row))
             if row.messages:
                 episode = Episode(row, [*row.messages, {"role": "user", "content": self.spell(observation)}])
             else:
@@ -56,3 +57,23 @@ class GymnasiumEnvironment:
 
     def _tell(self, episode: Episode, text: str) -> None:
         episode.observe({"role": "user", "content": text} if episode.row.messages else f"\n{text}\n")
+
+
+def read_seed(row: Row) -> int:
+    """Read the seed of a row, or make one of its prompt.
+
+    Raises:
+        ValueError: the seed is no whole number.
+    """
+    seed = row.source.get("seed")
+    if seed is None or seed != seed:
+        return zlib.crc32(row.prompt.encode())
+    try:
+        is_whole = int(seed) == float(seed)
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(
+            f"Gymnasium: the row of prompt {row.prompt!r:.80} has seed {seed!r:.40}, expected a whole number"
+        )
+    return int(seed)

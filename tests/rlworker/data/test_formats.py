@@ -1,6 +1,8 @@
 """Rows as verl and TRL write them: what is asked, what is the answer, what is learned, and what is refused."""
 
 import json
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 
 import pytest
 from support.environments.rows import (
@@ -20,6 +22,7 @@ from support.environments.tokenizers import make_tokenizer
 
 from rlworker.config.sections import DataConfig
 from rlworker.data.conversations import check_examples
+from rlworker.data.formats import iterate_formatted
 from rlworker.data.rows import check_rows, read_rows
 
 VERL = {
@@ -54,6 +57,34 @@ def test_verls_rows_have_their_ground_truth_for_an_answer_and_keep_the_rest(tmp_
     assert [row.answer for row in rows] == ["72", "8"]
     assert rows[0].messages == (ASK,) and rows[0].prompt == CHAT
     assert {name: rows[0].source[name] for name in VERL} == VERL, "reward functions read all of it"
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        (Decimal("72.50"), "72.50"),
+        (Decimal("1E+3"), "1000"),
+        (date(2024, 1, 5), "2024-01-05"),
+        (datetime(2024, 1, 5, 7, 30), "2024-01-05T07:30:00"),
+        (time(5, 30), "05:30:00"),
+        ({"sum": Decimal("0.5"), "day": date(2024, 1, 5)}, '{"sum": "0.5", "day": "2024-01-05"}'),
+    ],
+)
+def test_a_ground_truth_that_only_tables_have_is_its_text(tmp_path, truth, answer):
+    row = VERL | {"reward_model": {"style": "rule", "ground_truth": truth}}
+    ((_, read),) = iterate_formatted(write_parquet(tmp_path, row), DataConfig())
+    assert read["answer"] == answer
+
+
+@pytest.mark.parametrize("truth", [timedelta(minutes=5), b"72", [b"72"], float("nan"), {"a": [float("inf")]}])
+def test_a_ground_truth_without_a_text_is_refused_with_its_row(tmp_path, truth):
+    good = VERL | {"reward_model": {"ground_truth": truth}}
+    said = message_of(check_rows, write_parquet(tmp_path, good), DataConfig())
+    assert 'rows.parquet, row 0 (from 0): field "reward_model.ground_truth" is or has a value' in said
+    assert type(truth).__name__ in said and "make it text or a number" in said
+    trl = {"prompt": "5?", "answer": truth, "completion": "5"}
+    said = message_of(check_rows, write_parquet(tmp_path, trl), DataConfig(format="trl"))
+    assert 'row 0 (from 0): field "answer" is or has a value' in said
 
 
 @pytest.mark.parametrize(("truth", "answer"), TRUTHS)

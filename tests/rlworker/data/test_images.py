@@ -306,6 +306,18 @@ def test_models_of_one_run_see_alike(model, make_hf_model, tmp_path):
     check_same_image_processing(other, model)  # the same settings, told in other words
 
 
+@pytest.mark.parametrize("size", [{"max_pixels": 12544, "min_pixels": 3136}, {"shortest_edge": 3136}])
+def test_a_processor_that_names_its_pixels_otherwise_is_refused_with_its_file(model, tmp_path, size):
+    shutil.copytree(model.folder, tmp_path / "other")
+    path = tmp_path / "other" / "preprocessor_config.json"
+    settings = {name: value for name, value in json.loads(path.read_text()).items() if not name.endswith("_pixels")}
+    path.write_text(json.dumps(settings | {"size": size}))
+    with pytest.raises(
+        ValueError, match=r"preprocessor_config.json in .*/other' has size .* name its min_pixels short"
+    ):
+        build_image_reader(ModelSpec.from_folder(tmp_path / "other"), str(tmp_path), 64)
+
+
 def test_a_folder_without_an_image_processor_is_refused_before_anything_starts(model, tmp_path):
     shutil.copytree(model.folder, tmp_path / "other")
     (tmp_path / "other" / "preprocessor_config.json").unlink()

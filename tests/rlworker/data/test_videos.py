@@ -226,6 +226,8 @@ def test_as_many_frames_are_shown_as_the_processor_says(model, kept, tmp_path):
     assert count({"path": "a.webp", "rate": 3}, num_frames=3, fps=None) == 9
     with pytest.raises(ValueError, match=r"has num_frames 3 and fps 2, .* expected one of them; set the other to null"):
         count("a.webp", num_frames=3, fps=2)
+    with pytest.raises(ValueError, match=r"video_preprocessor_config.json in .* has size .* name its min_pixels short"):
+        count("a.webp", size={"max_pixels": 12544, "min_pixels": 3136})
 
 
 def test_a_folder_without_a_video_processor_is_named(model, kept, tmp_path):

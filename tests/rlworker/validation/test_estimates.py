@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlworker.config.validation import list_sizes
+from rlworker.config.validation import ValidationConfig, list_sizes
 from rlworker.validation.estimates import estimate_majority, estimate_pass
 
 
@@ -51,3 +51,13 @@ def test_many_samples_that_all_differ_are_quick_to_vote():
 
 def test_sizes_double_up_to_the_number_of_samples():
     assert [list_sizes(n) for n in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_estimates_of_the_most_samples_are_numbers():
+    """C(1024, 512) is the largest number of subsets that a float holds; further samples are refused."""
+    right = [place % 2 == 0 for place in range(1024)]
+    assert estimate_pass(right, 512) == 1.0
+    answers = ["4" if each else "5" for each in right]
+    assert estimate_majority(answers, right, 512) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="samples"):
+        ValidationConfig(samples=1030)
