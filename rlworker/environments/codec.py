@@ -185,6 +185,36 @@ def list_messages(content: Content) -> list[Mapping[str, Any]]:
     return []
 
 
+def split_images(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
+) -> tuple[list[Mapping[str, Any]], Sequence[Any]]:
+    """Take the images out of parts ``{"type": "image", "image": ...}``: messages whose parts say where an image is, and
+    the images in their order.
+
+    Args:
+        images: images beside messages whose parts have none.
+
+    Raises:
+        ValueError: some images are in parts, and others beside the messages.
+    """
+    own, written = [], []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            own += [part["image"] for part in content if _holds_image(part)]
+            message = {**message, "content": [{"type": "image"} if _holds_image(part) else part for part in content]}
+        written.append(message)
+    if own and images:
+        raise ValueError(
+            f"observe: got {len(own)} images in parts of messages and {len(images)} beside them; give all in one way"
+        )
+    return written, own or images
+
+
+def _holds_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image" and part.get("image") is not None
+
+
 def _mend_surrogates(text: str) -> str:
     """Join the halves of surrogate pairs, which no tokenizer takes; one that stands alone becomes U+FFFD."""
     try:

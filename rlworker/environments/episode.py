@@ -13,7 +13,7 @@ import numpy as np
 
 from rlworker.config.sections import LARGEST_REWARD
 from rlworker.data.rows import Row
-from rlworker.environments.codec import Content, get_codec, list_messages
+from rlworker.environments.codec import Content, get_codec, list_messages, split_images
 from rlworker.environments.record import CONTEXT, FailureKind, Segment
 
 if TYPE_CHECKING:  # an episode that goes on from its row without messages loads nothing of chats
@@ -87,7 +87,8 @@ class Episode:
         if prompt is None and not tools:
             self._begin(Segment(row.prompt_ids, images=row.images))
         else:
-            self._begin(self._encode_prompt(row.messages if prompt is None else prompt, images or row.images))
+            content = row.messages if prompt is None else prompt
+            self._begin(self._encode_prompt(content, images, of_row=row.images))
 
     def __len__(self) -> int:
         """Return the number of tokens of the last sequence."""
@@ -122,13 +123,15 @@ class Episode:
             content: ids, text or chat messages. Text is encoded as a continuation of the last id, without special
                 tokens that the tokenizer would add. Of messages, only the text that the chat template adds is appended;
                 where the template rewrites earlier text, the messages begin a new sequence, as ``fork`` does.
-            images: paths, bytes or Pillow images, one for each ``<image>`` of the text or image token of the ids.
+            images: paths, bytes or Pillow images, one for each ``<image>`` of the text or image token of the ids. Those
+                of messages may stand in their parts instead, as ``{"type": "image", "image": ...}``.
 
         Raises:
             ValueError: the content cannot be encoded, or the number of images does not match its places for images.
         """
         codec = get_codec()
-        if not (messages := list_messages(content)):
+        messages, images = split_images(list_messages(content), images)
+        if not messages:
             segment = codec.encode((content,), images, self._last)
             if self._chat:
                 self._chat.note(content if isinstance(content, str) else codec.decode(segment.token_ids))
@@ -190,10 +193,16 @@ class Episode:
             self._chat.note(tuple(token_ids.tolist()))
 
     def _encode_prompt(
-        self, content: Content, images: Sequence[Any], sampled: Mapping[int, Sequence[int]] = MappingProxyType({})
+        self,
+        content: Content,
+        images: Sequence[Any],
+        sampled: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        of_row: Sequence[Any] = (),
     ) -> Segment:
-        """Encode the whole context that a sequence begins with."""
-        codec, messages = get_codec(), list_messages(content)
+        """Encode the whole context that a sequence begins with. Its images are those ``of_row`` if it brings none."""
+        codec = get_codec()
+        messages, images = split_images(list_messages(content), images)
+        images = images or of_row
         if self.tools and not messages:
             raise ValueError(
                 "Episode: got tools and a prompt that is not a chat, but only a chat template shows tools to the "

@@ -1,9 +1,14 @@
 """Offer the tools of an MCP server to the model (Model Context Protocol, package ``mcp`` 2)."""
 
+import base64
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from rlworker.environments.codec import get_codec
+from rlworker.environments.tools.results import ToolContent
 
 
 class McpError(Exception):
@@ -16,7 +21,7 @@ class McpTools:
     as ``answer_calls`` takes them."""
 
     schemas: list[dict[str, Any]]
-    functions: dict[str, Callable[..., Awaitable[str]]]
+    functions: dict[str, Callable[..., Awaitable[str | ToolContent]]]
 
 
 @asynccontextmanager
@@ -40,13 +45,12 @@ async def connect_mcp(server: Any) -> AsyncIterator[McpTools]:
             page = await client.list_tools(cursor=page.next_cursor)
             listed += page.tools
 
-        def bind(name: str) -> Callable[..., Awaitable[str]]:
-            async def call(**arguments: Any) -> str:
+        def bind(name: str) -> Callable[..., Awaitable[str | ToolContent]]:
+            async def call(**arguments: Any) -> str | ToolContent:
                 result = await client.call_tool(name, arguments)
-                text = "\n".join(part.text for part in result.content if part.type == "text")
                 if result.is_error:
-                    raise McpError(text)
-                return text
+                    raise McpError(read_result(result, sees=False))
+                return read_result(result, sees=get_codec().image_reader is not None)
 
             return call
 
@@ -56,3 +60,35 @@ async def connect_mcp(server: Any) -> AsyncIterator[McpTools]:
 def _describe(tool: Any) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
+
+
+def read_result(result: Any, sees: bool) -> str | ToolContent:
+    """Read the result of a tool as the model is to see it.
+
+    Text and text resources stand as they are, structured content as JSON where there is no text. Images are shown to a
+    model that sees; of everything else a word names it.
+
+    Args:
+        result: ``mcp``'s ``CallToolResult``. sees: whether the model sees images.
+    """
+    parts = [_read_part(part, sees) for part in result.content]
+    has_text = any(part.type == "text" and part.text for part in result.content)
+    if result.structured_content is not None and not has_text:
+        parts.insert(0, {"type": "text", "text": json.dumps(result.structured_content, ensure_ascii=False)})
+    if any(part["type"] == "image" for part in parts):
+        return ToolContent(tuple(parts))
+    return "\n".join(part["text"] for part in parts) or "(no content)"
+
+
+def _read_part(part: Any, sees: bool) -> dict[str, Any]:
+    """Read a part of a result as a part of a chat message."""
+    kind, resource = part.type, getattr(part, "resource", None)
+    if kind == "text":
+        return {"type": "text", "text": part.text}
+    if text := getattr(resource, "text", ""):
+        return {"type": "text", "text": text}
+    media_type = (resource or part).mime_type or ""
+    if sees and (kind == "image" or media_type.startswith("image/")) and kind != "resource_link":
+        return {"type": "image", "image": base64.b64decode(resource.blob if resource else part.data)}
+    names = [getattr(part, "name", ""), getattr(resource or part, "uri", ""), media_type]
+    return {"type": "text", "text": f"[{kind}: {' '.join(str(name) for name in names if name)}]"}

@@ -1,11 +1,13 @@
 """Answer the tool calls that a model wrote."""
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from inspect import signature
 from typing import Any
 
 from rlworker.environments.policy import EpisodeLimit, Policy, ToolFailure
 from rlworker.environments.record import Sample, ToolCall
+from rlworker.environments.tools.results import spell_result, tell_model
 from rlworker.environments.user_code import describe_error, is_async, name_function
 
 Tool = Callable[..., Any] | Callable[..., Awaitable[Any]]
@@ -15,7 +17,8 @@ async def answer_calls(policy: Policy, sample: Sample, tools: Mapping[str, Tool]
     """Run the tool calls of a sample one after another, and return a chat message for each result; empty without calls.
 
     Errors are told to the model in a message that begins with ``error:``, and are not raised: a call that cannot be
-    read, an unknown tool, wrong arguments, a tool that raises, a process that fails.
+    read, an unknown tool, wrong arguments, a tool that raises, a process that fails. Where a tool failed, with its
+    lines and paths, goes to the log of this process and not to the model.
 
     Args:
         policy: runs the tools. sample: the model's turn.
@@ -27,7 +30,7 @@ async def answer_calls(policy: Policy, sample: Sample, tools: Mapping[str, Tool]
     return [{"role": "tool", "name": call.name, "content": await _answer(policy, call, tools)} for call in sample.calls]
 
 
-async def _answer(policy: Policy, call: ToolCall, tools: Mapping[str, Tool]) -> str:
+async def _answer(policy: Policy, call: ToolCall, tools: Mapping[str, Tool]) -> str | list[dict[str, Any]]:
     if call.name not in tools:
         return f"error: there is no tool {call.name!r}, there are {', '.join(tools)}"
     tool = tools[call.name]
@@ -40,7 +43,8 @@ async def _answer(policy: Policy, call: ToolCall, tools: Mapping[str, Tool]) -> 
             return _spell(tool, await policy.tool(tool, *places, keywords=names))
         return _spell(tool, await _call_within(tool, *places, **names))
     except ToolFailure as failure:
-        return f"error: {failure.message}"
+        logging.getLogger(__name__).info(f"tool {call.name} failed: {failure.message}")
+        return tell_model(failure.message, call.arguments)
 
 
 def _bind(tool: Tool, arguments: Mapping[str, Any]) -> tuple[list, dict[str, Any]]:
@@ -75,8 +79,8 @@ async def _call_within(tool: Callable[..., Any], /, *places: Any, **names: Any) 
         raise ToolFailure("raised", f"{name_function(tool)}: {describe_error(error)}") from error
 
 
-def _spell(tool: Tool, result: Any) -> str:
+def _spell(tool: Tool, result: Any) -> str | list[dict[str, Any]]:
     try:
-        return str(result)
+        return spell_result(result)
     except Exception as error:
         raise ToolFailure("raised", f"{name_function(tool)}: what it returned is no text: {error!r}") from error

@@ -11,6 +11,7 @@ from support.environments.runners import LIMITS, LocalPool, encode, make_rows, r
 from rlworker.environments import Episode, EpisodeLimit
 from rlworker.environments.record import ToolCall
 from rlworker.environments.tools.calls import answer_calls
+from rlworker.environments.tools.results import ToolContent, tell_model
 
 TOOLS = {
     "lay_out": tools.lay_out,
@@ -35,6 +36,10 @@ TOOLS = {
     "wrapper": tools.search,
     "lambda": lambda x, y=[7]: [x, *y],
 }
+
+
+def open_file(name):
+    return open(f"/nowhere/at all/{name}" if "/" not in name else name).read()
 
 
 def answer(*calls: ToolCall, error: str = "") -> list[str]:
@@ -89,17 +94,48 @@ def test_what_goes_wrong_is_told():
         ("places", {"a": 1, "d": 1}, "error: got an unexpected keyword argument 'd'"),
         ("max", {"iterable": [1, 2]}, "error: max: TypeError: max expected at least 1 argument, got 0"),
         ("getter", {"obj": [1, 2]}, "error: itemgetter"),
-        ("stumble", {"how": "key"}, "error: stumble ("),
-        ("stumble", {"how": "half"}, "ValueError: level \\ud83d, at "),
-        ("stumble", {"how": "exit"}, "SystemExit: 3, at "),
-        ("unspeakable", {}, "Unspeakable: (its message cannot be made), at "),
+        ("stumble", {"how": "key"}, "error: stumble: KeyError"),
+        ("stumble", {"how": "half"}, "ValueError: level \\ud83d"),
+        ("stumble", {"how": "exit"}, "SystemExit: 3"),
+        ("unspeakable", {}, "Unspeakable: (its message cannot be made)"),
         ("tick", {}, "a generator cannot be sent"),
-        ("async_object", {"x": None}, "error: SlowScale ("),
+        ("async_object", {"x": None}, "error: SlowScale: TypeError"),
         ("class", {}, "error: missing a required argument: 'factor'"),
     ]
     contents = answer(*(ToolCall(name, arguments) for name, arguments, _ in calls))
     for content, (*_, said) in zip(contents, calls, strict=True):
         assert content.startswith("error: ") and said in content and " 0x" not in content, said
+        assert ".py" not in content and "/" not in content, "where the code stands is not the model's"
+
+
+def test_a_model_reads_no_path_of_the_machine(caplog):
+    """Neither of the tool's code nor of what it opened, but for one that the model named; the log has them."""
+
+    async def open_slowly(name):
+        return open(f"/nowhere/at all/{name}" if "/" not in name else name).read()
+
+    TOOLS["open"], TOOLS["open_slowly"] = open_file, open_slowly
+    with caplog.at_level("INFO"):
+        contents = answer(*(ToolCall(tool, {"name": "a.txt"}) for tool in ("open", "open_slowly")))
+    for content in contents:
+        assert "FileNotFoundError: [Errno 2] No such file or directory" in content and "a.txt" in content
+        assert "nowhere" not in content and ".py" not in content
+    assert caplog.text.count("/nowhere/at") == 2 and "test_calls.py:" in caplog.text
+    (content,) = answer(ToolCall("open", {"name": "/nowhere/b.txt"}))
+    assert "'/nowhere/b.txt'" in content
+
+
+def test_an_address_of_the_web_stays_in_an_error():
+    message = (
+        "fetch (/home/me/tools.py:12): HTTPError: 404 for https://example.org/a/b, see /var/log/x.log, at /a/b.py:3"
+    )
+    assert tell_model(message, {}) == "error: fetch: HTTPError: 404 for https://example.org/a/b, see x.log"
+
+
+def test_a_result_with_images_is_parts_of_the_message():
+    parts = {"type": "text", "text": "see"}, {"type": "image", "image": b"pixels"}
+    TOOLS["show"] = lambda: ToolContent(parts)
+    assert answer(ToolCall("show", {})) == [list(parts)]
 
 
 def test_a_call_that_cannot_be_read_is_told():

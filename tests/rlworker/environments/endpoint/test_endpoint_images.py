@@ -166,3 +166,39 @@ def test_what_is_no_image_is_refused_and_the_episode_goes_on(shown, url):
     ((param, text),) = heard
     assert param == "messages" and "image" in text
     assert [turn for turn, _, _ in segments] == [-1, 0]
+
+
+def test_a_part_may_hold_its_image_as_a_tools_result_does(shown):
+    """Ids and images are those of the same messages with the images beside them; images in both ways are refused."""
+    row, codec, files = shown
+    pixels = {name: file.read_bytes() for name, file in files.items()}
+    (asked,) = row.messages
+    held = {"role": "tool", "content": [{"type": "image", "image": pixels["other"]}, {"type": "text", "text": "so"}]}
+    bare = {"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "so"}]}
+
+    def make(*messages, images=()):
+        async def environment(policy, row):
+            episode = Episode(row, [asked, *messages[:1]], images=[pixels["first"], *images[:1]])
+            await policy.sample(episode)
+            episode.observe(messages, images)
+            await policy.sample(episode)
+            return episode
+
+        return environment
+
+    def make_held():
+        async def environment(policy, row):
+            first = {**asked, "content": [*asked["content"][:1], {"type": "image", "image": pixels["first"]}]}
+            episode = Episode(row, [first, held])
+            await policy.sample(episode)
+            episode.observe([held])
+            await policy.sample(episode)
+            return episode
+
+        return environment
+
+    beside = run(make(bare, images=[pixels["other"]]), [row], limits=PATIENT, codec=codec)[0]
+    within = run(make_held(), [row], limits=PATIENT, codec=codec)[0]
+    assert tell(within) == tell(beside) and tell(within)[0][2][2] == [pixels["other"]]
+    mixed = run(make(held, images=[pixels["other"]]), [row], limits=PATIENT, codec=codec)[0]
+    assert mixed.failure and "got 1 images in parts of messages and 2 beside them" in mixed.failure[1]
