@@ -21,8 +21,9 @@ _REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_
 _REFUSED += ("layers_to_transform", "layer_replication", "trainable_token_indices")
 _REFUSED += ("alora_invocation_tokens", "megatron_config")
 """Keys of features that the engine does not compute; they must be off."""
-_FROM_WEIGHTS = ("pissa", "olora", "corda", "loftq")
-"""Beginnings of values of ``init_lora_weights`` with which PEFT changes the model's own weights too."""
+_BEGINNINGS = ("none", "true", "false", "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` with which PEFT leaves the model's own weights as they are, and trains both adapters.
+With others, as pissa and lora_ga, it changes the weights, or it freezes an adapter (mica)."""
 _FROM_FOLDER = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "scaling"}
 """Key of PEFT's config -> our setting of the same meaning."""
 
@@ -53,7 +54,8 @@ def check_adapter_folder(
             )
     others = {"peft_type": "LORA", "bias": "none"}
     wrong = [key for key, value in others.items() if config.get(key, value) != value]
-    wrong += ["init_lora_weights"] * str(config.get("init_lora_weights")).lower().startswith(_FROM_WEIGHTS)
+    if str(config.get("init_lora_weights")).lower() not in _BEGINNINGS:
+        wrong.append("init_lora_weights")
     if wrong := [*wrong, *(key for key in _REFUSED if config.get(key))]:
         raise ValueError(
             f"{where}: {path} has {wrong[0]} {config[wrong[0]]!r}, which the engine does not compute; merge the "

@@ -276,13 +276,14 @@ def _centre(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 def _normalise_groups(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
     """Bring rewards ``[E]`` to mean 0 and, but for ``eps``, to deviation 1 within their group."""
     centred, count = _centre(rewards, group)
-    variance = _sum_groups(centred**2, group) / (count - 1).clamp_min(1)
-    return centred / (variance.sqrt() + eps)[group]
+    # The square of 1e20 is infinite in float32.
+    variance = _sum_groups(centred.double() ** 2, group) / (count - 1).clamp_min(1)
+    return (centred / (variance.sqrt() + eps)[group]).float()
 
 
 def _normalise_(values: Tensor) -> Tensor:
     """Bring values ``[n]`` to mean 0 and deviation 1, in place; numbers that are all alike become 0."""
     if len(values):
-        deviation, mean = torch.std_mean(values, correction=0)
+        deviation, mean = torch.std_mean(values.double(), correction=0)  # whose squares are finite
         values.sub_(mean).div_(deviation + 1e-8)
     return values

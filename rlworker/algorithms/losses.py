@@ -26,6 +26,9 @@ Aggregation = Callable[[TrainBatch], tuple[Tensor, float]]
 
 _LARGEST_LOG = 60.0
 """Largest log ratio that is passed to a correction, so that exp stays finite in fp32."""
+_LARGEST_LOG_RATIO = 20.0
+"""Largest log ratio of a surrogate, as in verl: a ratio of 5e8, whose square is finite in fp32. Beyond it a token has
+no gradient. An infinite ratio would make NaN of every zero that it meets, in the loss or in a gradient."""
 
 
 # -- surrogates
@@ -48,7 +51,7 @@ def ppo(
     Args:
         dual_clip: where A < 0, the loss is at most ``-dual_clip * A`` (arXiv:1912.09729); 0 turns this off.
     """
-    ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
+    ratio, advantages = compute_ratio(logprobs, old), batch.require_column("advantages")
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
     if dual_clip:
@@ -64,7 +67,8 @@ def gspo(
     Use it with ``sequence_mean``. The mean is over the counting tokens of a sequence, whichever turns they belong to.
     Further sequences of the same episode, which other replicas may compute, have ratios of their own.
     """
-    ratio = batch.repeat_per_token(_average_sequences(logprobs - old, batch).exp())
+    log_ratio = _average_sequences(logprobs - old, batch)
+    ratio = batch.repeat_per_token(log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     advantages = batch.require_column("advantages")
     return -torch.minimum(ratio * advantages, clipped * advantages), ratio != clipped
@@ -77,7 +81,7 @@ def cispo(
 
     A ``clip_low`` of 1 does not clip from below, as in that paper.
     """
-    ratio = (logprobs - old).exp().detach()
+    ratio = compute_ratio(logprobs, old).detach()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -clipped * batch.require_column("advantages") * logprobs, ratio != clipped
 
@@ -93,7 +97,8 @@ def gmpo(
     log_ratio, advantages = logprobs - old, batch.require_column("advantages")
     clipped = log_ratio.clamp(-clip_low, clip_high)
     pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
-    ratio = batch.repeat_per_token(_average_sequences(pessimistic, batch).exp())
+    log_mean = _average_sequences(pessimistic, batch)
+    ratio = batch.repeat_per_token(log_mean.clamp(max=_LARGEST_LOG_RATIO).exp())
     return -ratio * advantages, log_ratio != clipped
 
 
@@ -104,7 +109,7 @@ def sapo(
 
     tau is ``tau_positive`` where A > 0, else ``tau_negative``, which is larger, so that the gate is steeper.
     """
-    ratio, advantages = (logprobs - old).exp(), batch.require_column("advantages")
+    ratio, advantages = compute_ratio(logprobs, old), batch.require_column("advantages")
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(batch.mask)
 
@@ -148,7 +153,7 @@ def truncated_importance(old: Tensor, rollout: Tensor, *, max_ratio: float = 2.0
 def masked_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, max_ratio: float = 5.0) -> Tensor:
     """Compute ``exp(old - rollout)`` where it lies in ``[min_ratio, max_ratio]``, else 0 (IcePop, arXiv:2510.18855)."""
     ratio = (old - rollout).exp()
-    return ratio * _is_within(ratio, min_ratio, max_ratio)
+    return torch.where(_is_within(ratio, min_ratio, max_ratio), ratio, 0.0)
 
 
 def rejected_importance(old: Tensor, rollout: Tensor, *, min_ratio: float = 0.5, max_ratio: float = 2.0) -> Tensor:
@@ -201,7 +206,7 @@ def center_scores(outputs: TokenOutputs, batch: TrainBatch, correction: Correcti
     old = top.detach() if batch.old_logprobs is None else batch.require_column("old_top_logprobs")
     # A class without mass counts for nothing, but must not be infinite.
     factors = correction(old, q.log().maximum(old - _LARGEST_LOG)) if correction else 1.0
-    ratio = (top.detach() - old).exp()
+    ratio = compute_ratio(top.detach(), old)
     return batch.require_column("advantages") * (q * factors * ratio * top).sum(-1)
 
 
@@ -272,7 +277,7 @@ def policy_loss(
     mask = batch.mask
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     loss, clipped = surrogate(outputs.logprobs, old, batch)
-    ratio = (outputs.logprobs.detach() - old).exp()
+    ratio = compute_ratio(outputs.logprobs.detach(), old)
     metrics = {
         "entropy": (outputs.entropy * mask).sum().detach(),
         "clip_fraction": (clipped & mask).sum(),
@@ -323,6 +328,11 @@ def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, dict[str
 
 
 # -- parts
+
+
+def compute_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
+    """Compute ``exp(logprobs - old)``, at most ``exp(_LARGEST_LOG_RATIO)``."""
+    return (logprobs - old).clamp(max=_LARGEST_LOG_RATIO).exp()
 
 
 def _sum_weighted(loss: Tensor, batch: TrainBatch) -> Tensor:

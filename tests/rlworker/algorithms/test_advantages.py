@@ -174,3 +174,15 @@ def test_advantages_of_a_group_refuse_a_group_of_one():
                 check_group_size(given, 1)
     for advantage in (gae, advantages.remax, advantages.reinforce_plus_plus, advantages.distill, lambda batch: None):
         check_group_size(advantage, 1)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20, 1e30])
+def test_rewards_of_any_size_that_float32_holds_have_advantages(scale):
+    """Those of 1 and 0, apart from the term that keeps a division from being one by zero."""
+    batch = groups_of([1.0 * scale, 0.0, 0.0, 1.0 * scale])
+    if scale >= 1:
+        assert advantages.grpo(batch).tolist() == pytest.approx(per_sequence([0.866, -0.866, -0.866, 0.866]), rel=1e-3)
+        assert advantages.reinforce_plus_plus(batch).tolist() == pytest.approx(per_sequence([1.0, -1.0, -1.0, 1.0]))
+    for name in ("grpo", "turn_grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        found = getattr(advantages, name)(batch)
+        assert found.isfinite().all() and found[0] > 0 > found[2], name

@@ -235,3 +235,41 @@ def test_the_settings_become_a_loss():
     assert configure_loss(settings)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1 + 0.5 * kl)
     in_reward = AlgorithmConfig(clip_high=0.3, dual_clip=4.0, entropy_coef=0.1, kl_coef=0.5, kl_in="reward")
     assert configure_loss(in_reward)(outputs, batch)[0].item() == pytest.approx(-1.3 + 4.0 - 0.1)
+
+
+SURROGATES = {
+    "ppo": ppo,
+    "dual clip": partial(ppo, dual_clip=3.0),
+    "gspo": losses.gspo,
+    "cispo": losses.cispo,
+    "gmpo": losses.gmpo,
+    "sapo": losses.sapo,
+}
+CORRECTIONS = {
+    "none": None,
+    "truncated": losses.truncated_importance,
+    "masked": losses.masked_importance,
+    "rejected": losses.rejected_importance,
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("apart", [89.0, 2000.0, -2000.0])
+def test_tokens_however_far_apart_have_a_finite_loss_and_gradient(name, correction, apart):
+    """exp(89) is infinite in float32, and 0 times it NaN: in the loss, in a gradient, or in a token beside the mask."""
+    advantages, mask = [0.0, 1.0, -1.0, 1.0, 2.0], [True, True, True, False, True]
+    columns = {"old_logprobs": [-apart] * 3 + [-apart, -0.5], "rollout_logprobs": [-2 * apart] * 4 + [-0.5]}
+    batch = make_batch(mask, advantages=advantages, **columns)
+    outputs = make_outputs([0.0] * 4 + [-0.5])
+    surrogate, factor = SURROGATES[name], CORRECTIONS[correction]
+    loss, metrics = policy_loss(outputs, batch, surrogate=surrogate, correction=factor)
+    loss.backward()
+    assert loss.isfinite() and outputs.logprobs.grad.isfinite().all()
+    assert all(torch.as_tensor(value).isfinite().all() for value in metrics.values())
+    assert outputs.logprobs.grad.square().sum().isfinite(), "the norm of a gradient is a sum of squares"
+
+
+def test_masked_importance_is_zero_beyond_its_bounds():
+    factors = losses.masked_importance(torch.tensor([0.0, 200.0, -200.0, 0.5]), torch.tensor([0.0, 0.0, 0.0, 0.0]))
+    assert factors.tolist() == pytest.approx([1.0, 0.0, 0.0, math.exp(0.5)])
