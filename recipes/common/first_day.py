@@ -175,7 +175,7 @@ def _read_figures(path: Path) -> dict[str, float]:
     """Read the medians of a run's metrics, over its steps from the third on."""
     rows = [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
     steps = [row for row in rows if "time_step" in row][2:]
-    found = {name: [row[name] for row in steps if name in row] for name in _MEASURED}
+    found = {name: [row[name] for row in steps if row.get(name) is not None] for name in _MEASURED}
     return {name: statistics.median(values) for name, values in found.items() if values}
 
 

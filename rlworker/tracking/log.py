@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS
+from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS, read_line, spell_line
 from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
@@ -120,7 +120,7 @@ class RunLog:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of step ``step``, and ``time_wall``, the age of this process in seconds."""
         metrics = metrics | {"time_wall": read_process_age()}
-        self._metrics.write(json.dumps({"step": step} | metrics) + "\n")
+        self._metrics.write(spell_line({"step": step} | metrics))
         self._metrics.flush()
         if step > self._tracked:
             self._trackers.step(step, metrics)
@@ -155,7 +155,7 @@ class RunLog:
     def validation(self, step: int, table: list[dict]) -> None:
         """Record the table of a validation after step ``step``, and show it if it has more than one metric."""
         with open(self._folder / VALIDATIONS, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "table": table}) + "\n")
+            file.write(spell_line({"step": step, "table": table}))
         if len(table) > 1 or len(table[0]) > _ONE_NUMBER:
             LOGGER.info(format_table(table))
 
@@ -220,6 +220,7 @@ def name_samples(folder: Path, step: int) -> Path:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """Read the lines of a run's metrics.jsonl as dicts; a last line that a kill cut short is left out."""
+    """Read the lines of a run's metrics.jsonl as dicts, with NaN for null; a last line that a kill cut short is left
+    out."""
     lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    return [read_line(line) for line in lines[:-1]]

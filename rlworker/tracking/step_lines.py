@@ -1,8 +1,11 @@
 """Files of a run with one line of JSON for each step; the lines of later steps are removed when the run goes back."""
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 METRICS = "metrics.jsonl"
 """File with the metrics of each step."""
@@ -11,6 +14,30 @@ PROMPTS = "prompts.jsonl"
 
 VALIDATIONS = "validation.jsonl"
 """File with the table of each validation, by held-out set and source."""
+
+
+def spell_line(values: Mapping[str, Any]) -> str:
+    """Spell values as a line of standard JSON, in which a number that is not finite is null.
+
+    Numbers of numpy and torch, which a user's loss or tracker may give, are written as Python's.
+    """
+    return json.dumps(_plain(values), allow_nan=False) + "\n"
+
+
+def read_line(line: str) -> dict[str, Any]:
+    """Read a line of metrics; null is NaN, so that a metric that was not finite has no number and is no gap."""
+    return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    number = value.item() if hasattr(value, "item") else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def keep_steps(path: Path, last: int) -> int:

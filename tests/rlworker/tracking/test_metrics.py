@@ -1,5 +1,7 @@
 """What a run shows while it goes on."""
 
+import json
+import math
 import re
 import subprocess
 import sys
@@ -7,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from engines.batch.batch import TrainBatch
 from engines.config import LoraConfig, MegatronConfig
@@ -148,3 +152,26 @@ def test_the_readme_shows_a_step_as_the_log_writes_it(tmp_path, capsys):
         log.step(120, numbers)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
     assert line.partition("  left")[0] == shown.partition("  left")[0]
+
+
+def test_a_line_of_metrics_is_json_that_any_reader_takes(tmp_path):
+    """NaN and infinity are no JSON: they are null, and NaN again where the project reads them. numpy's and torch's
+    numbers, which a loss of the user's may give, are numbers."""
+    numbers = {"reward": 0.5, "clip": np.float32(0.25), "rows": np.int64(3), "kl": torch.tensor(2.0)}
+    lost = {"loss": float("nan"), "grad_norm": float("inf"), "lr": np.float64("-inf")}
+    table = [{"set": "", "source": "", "rows": 2, "greedy": float("nan")}]
+    with RunLog(tmp_path, 1, 0, Trackers([], TrackedRun(tmp_path, 0, {}))) as log:
+        log.step(1, numbers | lost)
+        log.validation(1, table)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    read = json.loads(line, parse_constant=refuse)
+    assert {name: read[name] for name in numbers} == {"reward": 0.5, "clip": 0.25, "rows": 3, "kl": 2.0}
+    assert [read[name] for name in lost] == [None] * 3 and read["step"] == 1
+    (metrics_read,) = metrics.read_metrics(tmp_path)
+    assert metrics_read["reward"] == 0.5 and all(math.isnan(metrics_read[name]) for name in lost)
+    (line,) = (tmp_path / "validation.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse)["table"][0]["greedy"] is None
