@@ -2,21 +2,29 @@
 
 import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.batch.samples import Image
 from engines.images.video import Video
 from engines.models.vision_spec import VisionSpec
-from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_after
 from rlworker.data.formats import COMPLETION, check_type, find_format
 from rlworker.data.images import ImageReader
-from rlworker.data.messages import MARKER, TOOLS, VIDEO_MARKER, add_system, flatten_content, render_messages
+from rlworker.data.messages import (
+    MARKER,
+    TOOLS,
+    VIDEO_MARKER,
+    add_system,
+    flatten_content,
+    is_begun,
+    read_tools,
+    render_messages,
+)
 from rlworker.data.rows import check_chat, check_rows
 from rlworker.data.sources import iterate_rows
-from rlworker.data.turns import write_turn
+from rlworker.data.turns import join_messages, write_turn
 
 FIELD = "messages"
 """Field of a row with the messages of a conversation."""
@@ -88,8 +96,7 @@ def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]
                 f'{where}: field "{fields[-1]}" has no message of the assistant, so that nothing is learned; leave the '
                 "row out"
             )
-        if not fits(list[dict[str, Any]], tools := source.get(TOOLS) or []):
-            raise ValueError(f'{where}: field "{TOOLS}" must be a list of JSON schemas, got {reprlib.repr(tools)}')
+        tools = read_tools(source.get(TOOLS), f'{where}: field "{TOOLS}"')
         messages = add_system([message for part in parts for message in part], data.system)
         first = len(messages) - len(parts[-1]) if len(parts) > 1 else 0
         if not first and messages[0]["role"] == "assistant":
@@ -97,7 +104,7 @@ def iterate_conversations(path: str, data: DataConfig) -> Iterator[Conversation]
                 f"{where}: the conversation begins with the assistant, so that there is no prompt before what is "
                 "learned; put a message there, such as by --data.system"
             )
-        yield Conversation(messages, tuple(tools), source, where, first)
+        yield Conversation(messages, tools, source, where, first)
 
 
 def _read_messages(place: str, messages: Any, data: DataConfig) -> list[dict]:
@@ -135,38 +142,48 @@ def write_conversation(conversation: Conversation, tokenizer: Any, ends: Sequenc
     """Render a conversation by the chat template, as one sequence of pieces or several sequences.
 
     Where the template rewrites earlier messages, for instance by dropping their thinking, a new sequence begins. Every
-    message of the assistant is learned in one of the sequences.
+    message of the assistant is learned in one of the sequences. A completion goes on with the assistant's message that
+    its prompt ends with.
 
     Args:
         ends: texts of the tokens that end the assistant's turn.
 
     Raises:
         jinja2.TemplateError: the template refuses these messages.
-        ValueError: the rendered turn would lack a tool call, or the arguments of one are no JSON.
+        ValueError: as of ``write_turn``.
     """
-    messages, tools, written = conversation.messages, conversation.tools, None
+    tools, first = conversation.tools, conversation.first
+    before = list(conversation.messages[:first])
     sequences: list[list[Piece]] = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < conversation.first:
-            continue
-        prompt = render_messages(messages[:number], tokenizer, tools)
-        said, has_end = write_turn(messages[:number], message, tokenizer, ends, tools)
-        if message.get("tool_calls"):
-            until = render_messages(messages[: number + 1], tokenizer, tools, goes_on=False)
-            if not until.startswith(prompt + said):
-                raise ValueError("it renders the start of a message with tool calls in another way than a prompt's end")
-            for call in message["tool_calls"]:
-                if (name := call.get("function", call).get("name", "")) not in said:
-                    raise ValueError(f"it does not write the call of {name!r}, which would not be learned")
-        if written is None or not prompt.startswith(written):
-            sequences.append([])
-            written = ""
-        sequences[-1] += [Piece(prompt[len(written) :]), Piece(said, True, not has_end)]
-        written = prompt + said
-    whole = render_messages(messages, tokenizer, tools, goes_on=False)
-    if messages[-1]["role"] == "assistant" and written and whole.startswith(written):
-        sequences[-1].append(Piece(whole[len(written) :]))
+    written = ""
+    for number, message in enumerate(conversation.messages[first:], first):
+        if message["role"] == "assistant":
+            continues = number == first and is_begun(before)
+            turn = write_turn(before, message, tokenizer, ends, tools, continues)
+            if not sequences or not turn.context.startswith(written):
+                sequences.append([])
+                written = ""
+            _append_context(sequences[-1], turn.context[len(written) :], ends)
+            sequences[-1].append(Piece(turn.said, is_said=True, is_open=not turn.has_end))
+            written = turn.context + turn.said
+            if continues:
+                message = dict(join_messages(before.pop(), message))
+        before.append(message)
+    whole = render_messages(before, tokenizer, tools, "closed")
+    if before[-1]["role"] == "assistant" and whole.startswith(written):
+        _append_context(sequences[-1], whole[len(written) :], ends)
     return sequences
+
+
+def _append_context(pieces: list[Piece], text: str, ends: Sequence[str]) -> None:
+    """Append what is not learned, but for a token that ends the open turn before it: GLM's turns end with the role that
+    speaks next."""
+    if pieces and pieces[-1].is_open:
+        end = next((end for end in ends if text.startswith(end)), "")
+        if end:
+            pieces[-1] = replace(pieces[-1], text=pieces[-1].text + end, is_open=False)
+            text = text[len(end) :]
+    pieces.append(Piece(text))
 
 
 class ConversationEncoder:

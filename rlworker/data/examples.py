@@ -1,6 +1,8 @@
 """Rows with answers, as supervised training learns from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -9,9 +11,10 @@ from engines.batch.samples import Image
 from engines.images.columns import make_image_columns
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
+from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.conversations import ConversationEncoder, has_conversations, iterate_conversations
-from rlworker.data.encoding import encode_after
+from rlworker.data.encoding import encode_after, encode_prompts
 from rlworker.data.images import ImageReader
 from rlworker.data.messages import MARKER, VIDEO_MARKER
 from rlworker.data.rows import Row, check_vocabulary, list_stop_tokens, read_images, read_rows
@@ -65,12 +68,12 @@ def read_examples(
     ends = tokenizer.convert_ids_to_tokens(stops)
     read = read_rows(path, tokenizer, config.data, image_reader)
     texts, examples, most = [], [], config.max_answer_tokens
-    for row in read.rows:
+    for row, where in zip(read.rows, read.places, strict=True):
         try:
-            answer = _encode_answer(row, tokenizer, ends)
+            prompt_ids, answer = _encode_answer(row, tokenizer, ends, image_reader, where, config.data)
         except Exception as error:  # a template may raise errors of any kind
             raise ValueError(
-                f"data: {path}: the chat template refuses {row.answer[:80]!r} as the assistant's message: {error}"
+                f"{where}: the chat template refuses {row.answer[:80]!r} as the assistant's message: {error}"
             ) from None
         if markers := [marker for marker in (MARKER, VIDEO_MARKER) if marker in row.answer and image_reader]:
             raise ValueError(
@@ -83,7 +86,7 @@ def read_examples(
             )
         if len(answer) <= most:
             texts.append(row.prompt)
-            examples.append(Example((*row.prompt_ids, *answer), len(row.prompt_ids), row.images))
+            examples.append(Example((*prompt_ids, *answer), len(prompt_ids), row.images))
         elif not config.data.skip_long_prompts:
             raise ValueError(
                 f"data: {path}: the answer {row.answer[:80]!r} has {len(answer) - 1} tokens and an end, expected at "
@@ -128,13 +131,26 @@ def _read_conversations(
     return examples, skipped
 
 
-def _encode_answer(row: Row, tokenizer, ends: list[str]) -> list[int]:
-    """Encode the answer of a row, as it stands behind the prompt, with the token that ends it."""
-    text, has_end = row.answer, False
+def _encode_answer(
+    row: Row, tokenizer: Any, ends: list[str], image_reader: ImageReader | None, where: str, data: DataConfig
+) -> tuple[Sequence[int], list[int]]:
+    """Encode the answer of a row, as it stands behind the prompt, with the token that ends it.
+
+    Returns:
+        the ids before the answer, which are the prompt's unless the template writes its end in another way before an
+        answer, and the ids of the answer.
+    """
+    prompt_ids, text, has_end = row.prompt_ids, row.answer, False
     if row.messages:
-        text, has_end = write_turn(row.messages, {"role": "assistant", "content": row.answer}, tokenizer, ends)
-    ids = encode_after(tokenizer, row.prompt_ids[-1], text)
-    return ids if has_end else [*ids, tokenizer.eos_token_id]
+        turn = write_turn(row.messages, {"role": "assistant", "content": row.answer}, tokenizer, ends, row.tools)
+        text, has_end = turn.said, turn.has_end
+        context = image_reader.replace_markers(turn.context, tokenizer) if image_reader else turn.context
+        if context != row.prompt:
+            (prompt_ids,) = encode_prompts(tokenizer, [context], [False])
+            if image_reader:
+                prompt_ids, _ = image_reader.expand_ids(prompt_ids, row.images, where, data)
+    ids = encode_after(tokenizer, prompt_ids[-1], text)
+    return prompt_ids, ids if has_end else [*ids, tokenizer.eos_token_id]
 
 
 def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> TrainBatch:

@@ -17,11 +17,13 @@ from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_prompts
 from rlworker.data.formats import iterate_formatted
 from rlworker.data.messages import (
+    TOOLS,
     add_system,
     check_messages,
     flatten_content,
     has_images,
     list_parts,
+    read_tools,
     render_messages,
     set_template_arguments,
 )
@@ -47,6 +49,7 @@ class Row:
         source: the whole row in plain Python values, for reward functions that need more.
         images: the images and videos of the prompt, in order.
         messages: the chat messages of the prompt; empty for plain text.
+        tools: JSON schemas of the tools that the prompt shows.
     """
 
     prompt: str
@@ -55,14 +58,21 @@ class Row:
     source: dict
     images: tuple[Image, ...] = ()
     messages: tuple[dict, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one source; ``skipped`` is the number of rows that were left out for too long a prompt."""
+    """The rows of one source.
+
+    Attributes:
+        skipped: number of rows that were left out for too long a prompt.
+        places: where each row stands, for messages.
+    """
 
     rows: list[Row]
     skipped: int
+    places: tuple[str, ...] = ()
 
 
 def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingProxyType({}), answers: bool = True):
@@ -199,7 +209,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
             image cannot be read, or the number of images differs from their places. The message has place, row and
             field.
     """
-    places, sources, texts, images, chats = [], [], [], [], []
+    places, sources, texts, images, chats, shown_tools = [], [], [], [], [], []
     for where, source in _iterate_checked(path, data):
         row_images = read_images(source, source[data.prompt_field], where, data, find_base_folder(path), image_reader)
         # What a row holds as bytes is on disk now: not every process that sees the row need hold it.
@@ -207,17 +217,22 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
             named: dict[str, Any] = {data.image_field: paths}
             source = source | named
         messages = _make_messages(source[data.prompt_field], data)
-        text = _apply_template(messages, tokenizer, where, data) if messages else source[data.prompt_field]
+        tools = _read_shown_tools(source, where, data)
+        text = source[data.prompt_field]
+        if messages:
+            text = _apply_template(messages, tokenizer, where, data, tools)
         places.append(where)
         chats.append(messages)
+        shown_tools.append(tools)
         sources.append(source)
         texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
         images.append(row_images)
     if image_reader and not any(images):
         image_reader.refuse_other_fields(sources[0], places[0], data)
     encoded = encode_prompts(tokenizer, texts, [not messages for messages in chats])
-    rows, limit = [], data.max_prompt_tokens
-    for where, source, text, ids, own, chat in zip(places, sources, texts, encoded, images, chats, strict=True):
+    rows, kept_places, limit = [], [], data.max_prompt_tokens
+    for number, where in enumerate(places):
+        ids, own = encoded[number], images[number]
         if image_reader:
             ids, own = image_reader.expand_ids(ids, own, where, data)
         if len(ids) > limit and data.skip_long_prompts:
@@ -227,13 +242,15 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
                 f'{where}: field "{data.prompt_field}" has {len(ids)} tokens, expected 1 to {limit}; change the prompt,'
                 " raise --data.max-prompt-tokens or skip long prompts with --data.skip-long-prompts"
             )
-        rows.append(Row(text, tuple(ids), source[data.answer_field], source, own, chat))
+        source, tools = sources[number], shown_tools[number]
+        rows.append(Row(texts[number], tuple(ids), source[data.answer_field], source, own, chats[number], tools))
+        kept_places.append(where)
     if not rows:
         raise ValueError(
             f"data: {path}: all {len(encoded)} prompts are longer than {limit} tokens, the shortest has "
             f"{min(map(len, encoded))}; raise --data.max-prompt-tokens"
         )
-    return Rows(rows, skipped=len(encoded) - len(rows))
+    return Rows(rows, skipped=len(encoded) - len(rows), places=tuple(kept_places))
 
 
 def read_images(
@@ -287,6 +304,7 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
     for place, text in ((prompt_place, prompt), (answer_place, answer)):
         if isinstance(text, str):
             _check_encodable(place, text)
+    _read_shown_tools(source, where, data)
 
 
 def check_chat(messages: Sequence[Any], place: str, data: DataConfig) -> None:
@@ -335,7 +353,16 @@ def _make_messages(prompt: str | list[dict], data: DataConfig) -> tuple[dict, ..
     return add_system(prompt, data.system)
 
 
-def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataConfig) -> str:
+def _read_shown_tools(source: dict, where: str, data: DataConfig) -> tuple[dict[str, Any], ...]:
+    """Return the JSON schemas of the tools that the chat template shows with a row's prompt; a text shows none."""
+    if isinstance(source[data.prompt_field], str) and not (data.instruction or data.system):
+        return ()
+    return read_tools(source.get(TOOLS), f'{where}: field "{TOOLS}"')
+
+
+def _apply_template(
+    messages: Sequence[dict], tokenizer, where: str, data: DataConfig, tools: Sequence[dict[str, Any]]
+) -> str:
     place = f'{where}: field "{data.prompt_field}"'
     if not tokenizer.chat_template:
         has, remedy = "has messages", "give text"
@@ -343,7 +370,7 @@ def _apply_template(messages: Sequence[dict], tokenizer, where: str, data: DataC
             has, remedy = f"would become a message by data.{key}", f'set --data.{key} ""'
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
     try:
-        return render_messages(messages, tokenizer)
+        return render_messages(messages, tokenizer, tools)
     except Exception as error:  # a template raises one kind for roles and orders, and others on the messages' values
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
 

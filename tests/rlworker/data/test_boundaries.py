@@ -71,20 +71,23 @@ def test_an_answer_in_a_chat_is_learned_as_the_template_writes_it_up_to_its_end(
         assert examples[0].prompt_length == len(prompt)
 
 
-def test_an_answer_that_the_template_rewrites_is_learned_as_it_is(tmp_path, make_hf_model):
-    tokenizer = copy(make_tokenizer("qwen"))
+def test_an_answer_is_learned_behind_what_prompt_and_whole_text_begin_with(tmp_path, make_hf_model):
+    tokenizer, row = copy(make_tokenizer("qwen")), {"prompt": [ASK], "answer": "Hi T? 42"}
     for template, end in (
-        (TEMPLATES["qwen"].replace("m.content +", "m.content.split('T?')[-1] +"), "<|im_end|>"),
-        (TEMPLATES["qwen"].replace("assistant\\n' }}", "assistant\\n<T>' }}"), "<|im_end|>"),  # which it opens with
+        (TEMPLATES["qwen"].replace("assistant\\n' }}", "assistant\\n<T>' }}"), "<|im_end|>"),  # a prompt alone has it
         (TEMPLATES["qwen"].replace("'<|im_end|>\\n'", "'\\n'"), "<|endoftext|>"),  # no token ends it
     ):
         tokenizer.chat_template = template
-        ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": "Hi T? 42"})
-        prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
-        assert tokenizer.decode(example.ids) == prompt + "Hi T? 42" + end
+        ((example,), _) = learn(tokenizer, tmp_path, make_hf_model, row)
+        whole = tokenizer.apply_chat_template([ASK, SAY | {"content": "Hi T? 42"}], tokenize=False)
+        assert tokenizer.decode(example.ids) == whole.rstrip().removesuffix(end) + end
+        assert tokenizer.decode(example.ids[example.prompt_length :]) == "Hi T? 42" + end
+    tokenizer.chat_template = TEMPLATES["qwen"].replace("m.content +", "m.content.split('T?')[-1] +")
+    with pytest.raises(ValueError, match=r"line 1: .* it leaves out the content of the assistant's message"):
+        learn(tokenizer, tmp_path, make_hf_model, row)
     tokenizer.chat_template = "{{ raise_exception('no ' + messages[1].role) if messages[1] else 'Hi' }}"
     with pytest.raises(ValueError, match=r"refuses 'Hi T. 42' as the assistant's message: no assistant"):
-        learn(tokenizer, tmp_path, make_hf_model, {"prompt": [ASK], "answer": "Hi T? 42"})
+        learn(tokenizer, tmp_path, make_hf_model, row)
 
 
 @pytest.mark.parametrize("kind", KINDS)

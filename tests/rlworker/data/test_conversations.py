@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import replace
 
 import pytest
-from support.environments.rows import ASK, CALLS, CHAT, GENERATION, SAY, TOOL, learn, make_generation_tokenizer
+from support.environments.rows import ASK, CALLS, CHAT, SAY, TOOL, learn, make_generation_tokenizer
 from support.environments.tokenizers import KINDS, TEMPLATES, make_tokenizer
 
 from rlworker.config.sections import DataConfig
@@ -67,7 +67,7 @@ def test_a_call_that_the_template_leaves_out_is_named(tmp_path, make_hf_model):
     with pytest.raises(ValueError, match=r"line 1: .*the chat template does not read tools"):
         learn(tokenizer, tmp_path, make_hf_model, {"messages": messages, "tools": [TOOL]})
     tokenizer.chat_template = "{{ tools and '' }}" + TEMPLATES["qwen"]
-    with pytest.raises(ValueError, match=r"line 1: .*it does not write the call of "):
+    with pytest.raises(ValueError, match=r"line 1: .*it leaves out the call of 'add' of"):
         learn(tokenizer, tmp_path, make_hf_model, {"messages": messages, "tools": [TOOL]})
 
 
@@ -123,7 +123,7 @@ def test_long_conversations_are_an_error_or_left_out(tmp_path, make_hf_model):
         ({"id": 4}, 'line 2: field "messages" must be a list of messages, as in the first row, got None'),
         ({"messages": json.dumps(CHAT)}, "must be a list of messages, as in the first row"),
         ({"messages": [*CHAT, {"role": "tool", "content": 42}]}, r"message 6 \(from 0\), of role 'tool'"),
-        ({"messages": CHAT, "tools": json.dumps([TOOL])}, 'field "tools" must be a list of JSON schemas'),
+        ({"messages": CHAT, "tools": "look_up"}, 'field "tools" must be a list of JSON schemas, or the text of its'),
         ({"messages": [ASK, SAY | {"content": "\ud83d"}]}, "is no valid Unicode text"),
         ({"messages": [SAY, ASK, SAY]}, "line 2: the conversation begins with the assistant, .* put a message there"),
         ({"messages": CHAT, "images": ["a.png"]}, "has images or videos, which this model cannot see"),
@@ -139,9 +139,9 @@ def test_what_the_template_refuses_is_named(tmp_path, make_hf_model):
     for template, messages, message in (
         ("{{ raise_exception('no ' + messages[0].role) }}", CHAT, "line 1: the chat template refuses .*: no user"),
         (
-            GENERATION.replace("assistant\\n' }}", "assistant\\n<T>' }}"),
-            CALLS,
-            "start of a message with tool calls",
+            TEMPLATES["qwen"].replace("m.content +", "(m.content if loop.last else '') +"),
+            CHAT[:4],
+            "with the answer behind them it writes the messages before in another way",
         ),
         (None, CHAT, "line 1 has messages, but the tokenizer has no chat template"),
     ):

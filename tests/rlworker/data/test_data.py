@@ -68,7 +68,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, form):
 def test_messages_of_a_table_have_no_keys_that_json_has_not(tmp_path, tokenizer, form):
     """A table gives every message the keys of all, and every call the arguments of all."""
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}{% if m.name is defined %} named {{ m.name }}{% endif %}:"
+        "{{ '' if tools }}{% for m in messages %}{{ m.role }}{% if m.name is defined %} named {{ m.name }}{% endif %}:"
         "{% if m.content is none %}-{% else %}{{ m.content + '.' }}{% endif %}"
         "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
     )
