@@ -17,6 +17,7 @@ from typing import Any
 
 _LIST = ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
 """File and dictionary of vLLM that hold the names of its parsers (0.32)."""
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 _AROUND = re.compile(r"```\w*|</?\w+>|[\s,\[\]]")
 """Text that may surround the JSON of a tool call: a fence, half of the marks, a list."""
 
@@ -80,6 +81,9 @@ def parse_tool_calls(
 ) -> list[ToolCalls]:
     """Find the tool calls in each text. A call that cannot be read gives a result with an error, never an exception.
 
+    Calls that a model drafts in its thinking are none: what stands before ``</think>``, or behind a ``<think>`` that
+    is not closed, is text.
+
     Args:
         parser: vLLM's name of the parser. tools: schemas that the model was shown, with ``type`` and ``function``.
         folder: the model's folder, whose tokenizer the parser gets.
@@ -97,7 +101,7 @@ def parse_tool_calls(
         reader = make_reader(_load_tokenizer(folder), request.tools)
     except (RuntimeError, ValueError) as error:  # both are in use
         raise ValueError(f"tools: parser {parser!r} does not fit the tokenizer of {folder}: {error}") from error
-    return [_parse(reader, text, request) for text in texts]
+    return [read_calls(reader, text, request) for text in texts]
 
 
 @cache
@@ -107,24 +111,36 @@ def _load_tokenizer(folder: str):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _parse(reader, text: str, request) -> ToolCalls:
+def read_calls(reader: Any, text: str, request: Any) -> ToolCalls:
+    """Find the tool calls in a text by a parser of vLLM's; ``request`` has the tools."""
+    thought, answer = _split_thinking(text)
+    if not answer:
+        return ToolCalls(text)
     with _hearing_errors() as errors:
         try:
-            found = reader.extract_tool_calls(text, request)
+            found = reader.extract_tool_calls(answer, request)
         except Exception as error:  # a parser of vLLM's may raise anything on a model's text
             return ToolCalls(text, error=f"{type(error).__name__}: {error}")
     calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
     content = found.content or ""
-    if not errors and not calls and content.strip() != text.strip():
+    if not errors and not calls and content.strip() != answer.strip():
         errors.append("it begins like a call and holds none")
     if (
         not errors
         and not calls
-        and (name := find_bare_call(text, {tool.function.name for tool in request.tools or ()}))
+        and (name := find_bare_call(answer, {tool.function.name for tool in request.tools or ()}))
     ):
         errors.append(f"the JSON of a call of {name!r} stands without the marks of a call")
     errors += [f"the arguments of {name} are no JSON object" for name, arguments in calls if not _is_object(arguments)]
-    return ToolCalls(text, error=errors[0]) if errors else ToolCalls(content, calls)
+    return ToolCalls(text, error=errors[0]) if errors else ToolCalls(thought + content, calls)
+
+
+def _split_thinking(text: str) -> tuple[str, str]:
+    """Split a text behind its thinking; a thought that is not closed leaves nothing behind it."""
+    thought, end, answer = text.rpartition(_THOUGHT_ENDS)
+    if answer.lstrip().startswith(_THOUGHT_BEGINS):
+        return text, ""
+    return thought + end, answer
 
 
 def find_bare_call(text: str, tools: Collection[str]) -> str:

@@ -8,7 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from rlworker.data.encoding import decode_after
-from rlworker.data.messages import check_messages, render_messages
+from rlworker.data.messages import check_messages, is_begun, render_messages
+from rlworker.data.turns import join_messages
+from rlworker.environments.record import ToolCall, name_call
 
 ChatPart = str | tuple[int, ...]
 """Text that has yet to be encoded, or sampled ids, which are kept as they are."""
@@ -31,7 +33,11 @@ class Chat:
     """The messages of one episode, and the text that the chat template makes of them.
 
     Sampled ids are decoded to compare them with the template's text, and never encoded again. White space that a
-    template trims or adds around them is no rewriting: sampled ids are kept as they are.
+    template trims or adds around them is no rewriting: sampled ids are kept as they are. Nor is a tool call that the
+    template spells in another way than the model, such as with the call's id.
+
+    A template that reads ``tool_calls`` is given the model's calls as such, with their ids, and the ids with the
+    results that have none.
 
     Args:
         tokenizer: the model's tokenizer, with the chat template.
@@ -61,13 +67,27 @@ class Chat:
         self.messages = [dict(message) for message in messages]
         self.text = self._render(self.messages)
         self._turn: list[ChatPart] = []  # what was written since
+        self._calls: Sequence[ToolCall] = ()  # in the last sample of it, which says `_content` beside them
+        self._content = ""
+        self._turns = 0  # number of samples so far
+        self._joined: set[int] = set()  # numbers of messages of which a part alone was sampled
         self._sampled = [(number, tuple(ids)) for number, ids in sorted(sampled.items())]  # of each, its message
 
-    def note(self, part: ChatPart) -> None:
-        """Record a part that was appended to the sequence: sampled ids, or text that is not a message."""
-        self._turn.append(part)
+    def note(self, part: ChatPart, calls: Sequence[ToolCall] = (), content: str = "") -> None:
+        """Record a part that was appended to the sequence: sampled ids, or text that is not a message.
+
+        Args:
+            calls: the tool calls in sampled ids. content: the text beside them.
+        """
         if not isinstance(part, str):
-            self._sampled.append((len(self.messages), part))
+            number = len(self.messages)
+            if is_begun(self.messages):  # the sample goes on with the last message
+                number -= 1
+                self._joined.add(number)
+            self._sampled.append((number, part))
+            self._calls, self._turns = calls, self._turns + 1
+            self._content = self._read_turn()[0] + content if calls else ""
+        self._turn.append(part)
 
     def add(self, messages: Sequence[Mapping]) -> Addition:
         """Add messages after the last sample, and return the parts to append, up to where the model continues.
@@ -78,17 +98,70 @@ class Chat:
         """
         check_messages(messages, "observe")
         content, end = self._read_turn()
-        turn = [{"role": "assistant", "content": content}] if self._turn else []
-        whole = [*self.messages, *turn, *(dict(message) for message in messages)]
+        earlier = self._write_turn(content)
+        whole = [*earlier, *self._name_results(messages)]
         text, before = self._render(whole), self.text + content
-        self.messages, self.text, self._turn = whole, text, []
         remainder = _find_remainder(text, before)
+        if remainder is None and self._has_calls(earlier):
+            remainder = self._find_behind_calls(text, earlier)
+        self.messages, self.text, self._turn, self._calls = whole, text, [], ()
         if remainder is None:
             return Addition(self.cut(), is_fork=True)
         stripped = remainder.lstrip()
         if end and stripped.startswith(end):  # which was sampled already
             remainder = stripped[len(end) :]
         return Addition((remainder,))
+
+    def _write_turn(self, content: str) -> list[dict]:
+        """Return the messages up to and with the model's turn, whose text is ``content``, if it has said something."""
+        if not self._turn:
+            return self.messages
+        turn: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._calls and self._reads("tool_calls"):
+            functions = [{"name": call.name, "arguments": call.arguments} for call in self._calls]
+            calls = zip(self._calls, functions, strict=True)
+            turn["content"] = self._content
+            turn["tool_calls"] = [{"id": call.id, "type": "function", "function": each} for call, each in calls]
+        if is_begun(self.messages):
+            return [*self.messages[:-1], dict(join_messages(self.messages[-1], turn))]
+        return [*self.messages, turn]
+
+    def _name_results(self, messages: Sequence[Mapping]) -> list[dict]:
+        """Return messages in which the results of tools have the ids of the calls that they answer."""
+        ids = [call.id for call in self._calls]
+        if not ids and self._reads("tool_call_id"):  # a call that could not be read has no id of its own
+            ids = [name_call(max(self._turns - 1, 0), 0)]
+        named = []
+        results = 0
+        for message in messages:
+            message = dict(message)
+            if message["role"] == "tool":
+                if ids and not message.get("tool_call_id"):
+                    message["tool_call_id"] = ids[min(results, len(ids) - 1)]
+                results += 1
+            named.append(message)
+        return named
+
+    def _reads(self, name: str) -> bool:
+        """Tell whether the chat template looks for a field of a message."""
+        return name in str(self.tokenizer.chat_template)
+
+    def _has_calls(self, messages: Sequence[Mapping]) -> bool:
+        return bool(messages and messages[-1].get("tool_calls"))
+
+    def _find_behind_calls(self, text: str, messages: Sequence[Mapping]) -> str | None:
+        """Find what follows the turn that ends ``messages`` in ``text``; None where the template has rewritten it or
+        what stands before it."""
+        closed = render_messages(messages, self.tokenizer, self.tools, "closed").rstrip()
+        if _find_remainder(closed, self.text) is None:
+            return None
+        return _find_remainder(text, self._cut_end(closed))
+
+    def _cut_end(self, closed: str) -> str:
+        """Cut the token that ends a turn off the text of closed messages."""
+        ends = (self._decode([token]) for token in self.end_token_ids)
+        end = next((end for end in ends if end and closed.endswith(end)), "")
+        return closed[: len(closed) - len(end)]
 
     def _render(self, messages: Sequence[Mapping]) -> str:
         return render_messages(messages, self.tokenizer, self.tools)
@@ -117,11 +190,29 @@ class Chat:
             while ids and (ids[-1] in self.end_token_ids or self._decode(ids[-1:], within=True).isspace()):
                 ids = ids[:-1]  # which the template writes itself, or trims
             cut = self._find_tail(ids, start)
-            if cut < len(ids):
+            if cut and (span := self._locate_calls(number, start)):
+                parts += [self.text[place : span[0]], ids]
+                place = start = span[1]
+            elif cut < len(ids):
                 first, end = self._locate(ids[cut:], start)
                 parts += [self.text[place:first], ids[cut:]]
                 place = start = end
         return tuple(part for part in [*parts, self.text[place:]] if part)
+
+    def _locate_calls(self, number: int, place: int) -> tuple[int, int] | None:
+        """Find where the sampled message of a number starts and ends in the text past a place, its end token aside.
+
+        None unless it has tool calls, which a template may spell in another way than the model, and stands there as the
+        template first wrote it.
+        """
+        message = self.messages[number] if number < len(self.messages) else {}
+        if not message.get("tool_calls") or number in self._joined:
+            return None
+        head = self._render(self.messages[:number]) if number else ""
+        whole = render_messages(self.messages[: number + 1], self.tokenizer, self.tools, "closed")
+        written = self._cut_end(whole.rstrip()).removeprefix(head)
+        first = self.text.find(written, place)
+        return None if first < 0 else (first, first + len(written))
 
     def _find_tail(self, ids: tuple[int, ...], place: int) -> int:
         """Find where the longest tail of sampled ids starts that stands in the text past a place.

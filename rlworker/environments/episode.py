@@ -14,7 +14,7 @@ import numpy as np
 from rlworker.config.sections import LARGEST_REWARD
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Content, get_codec, list_messages, split_images
-from rlworker.environments.record import CONTEXT, FailureKind, Segment
+from rlworker.environments.record import CONTEXT, FailureKind, Segment, ToolCall
 
 if TYPE_CHECKING:  # an episode that goes on from its row without messages loads nothing of chats
     from rlworker.environments.chat import Chat
@@ -50,7 +50,8 @@ class Episode:
             tokens with which the tokenizer begins a text, as a row's prompt is.
         images: images of that prompt.
         tools: tools that the chat template shows to the model: JSON schemas, or functions of which transformers makes
-            schemas: with types, and a Google-style docstring that describes each argument under ``Args:``.
+            schemas: with types, and a Google-style docstring that describes each argument under ``Args:``. Without any,
+            the row's own prompt shows the row's tools.
         tool_parser: name of vLLM's parser for this model's tool calls, such as ``hermes``; it fills ``Sample.calls``.
 
     Attributes:
@@ -63,6 +64,7 @@ class Episode:
         rewards: for each reward, the turn (``CONTEXT`` before the first sample) and the value.
         answer: the final answer as text. An environment that sets it lets validation vote on answers (maj@k).
         parts: name of a part of the reward -> its value, for the metric ``reward_NAME_mean`` and the report.
+        notes: what the user is told of, once a run.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class Episode:
         tool_parser: str = "",
     ):
         self.row = row
-        self.show_tools(tools, tool_parser)
+        self.notes: list[str] = []
+        self.show_tools(tools or (row.tools if prompt is None else ()), tool_parser)
         self.logprobs = False
         self.turns = self.forks = 0
         self.answer = ""
@@ -84,7 +87,8 @@ class Episode:
         self.sequences: list[list[Segment]] = []
         self._length = 0
         self._chat: Chat | None = None
-        if prompt is None and not tools:
+        self._calls: dict[int, tuple[Sequence[ToolCall], str]] = {}  # of each turn that has some, and the text beside
+        if prompt is None and self.tools == row.tools:
             self._begin(Segment(row.prompt_ids, images=row.images))
         else:
             content = row.messages if prompt is None else prompt
@@ -115,6 +119,11 @@ class Episode:
             check_tool_parser(tool_parser)
             check_tools(described)
         self.tools, self.tool_parser = described, tool_parser
+        if described and self.row.tools and described != self.row.tools:
+            names = (", ".join(map(_name_tool, tools)) for tools in (described, self.row.tools))
+            note = "environment: it shows the tools {} in place of the row's, {}".format(*names)
+            if note not in self.notes:
+                self.notes.append(note)
 
     def observe(self, content: Content, images: Sequence[Any] = ()) -> None:
         """Append an observation of the environment: context for the next sample, which is never trained.
@@ -185,12 +194,18 @@ class Episode:
             )
         self.rewards.append((self.turns - 1, number))
 
-    def add_sample(self, token_ids: np.ndarray) -> None:
-        """Append the ids ``[T]`` of this turn's sample. ``Policy.sample`` calls it; an environment does not."""
+    def add_sample(self, token_ids: np.ndarray, calls: Sequence[ToolCall] = (), content: str = "") -> None:
+        """Append the ids ``[T]`` of this turn's sample. ``Policy.sample`` calls it; an environment does not.
+
+        Args:
+            calls: the tool calls in it. content: the text beside them.
+        """
         self._append(Segment(token_ids, self.turns))
+        if calls:
+            self._calls[self.turns] = calls, content
         self.turns += 1
         if self._chat:
-            self._chat.note(tuple(token_ids.tolist()))
+            self._chat.note(tuple(token_ids.tolist()), calls, content)
 
     def _encode_prompt(
         self,
@@ -227,7 +242,11 @@ class Episode:
             self._chat = self._make_chat(self.row.messages)
             for segment in self.sequences[-1][1:]:
                 ids = tuple(map(int, segment.token_ids))
-                self._chat.note(get_codec().decode(ids) if segment.turn == CONTEXT else ids)
+                if segment.turn == CONTEXT:
+                    self._chat.note(get_codec().decode(ids))
+                else:
+                    calls, content = self._calls.get(segment.turn, ((), ""))
+                    self._chat.note(ids, calls, content)
         return self._chat
 
     def _make_chat(
@@ -275,6 +294,10 @@ def read_parts(parts: Any) -> tuple[tuple[str, float], ...]:
         if not isfinite(number):
             raise RewardError("not_a_number", f"Episode.parts has {name!r}: {value!r:.80}, expected a finite number")
     return tuple(numbers.items())
+
+
+def _name_tool(tool: Mapping[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name", "without a name"))
 
 
 def read_number(value: Any) -> float:

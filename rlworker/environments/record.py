@@ -93,6 +93,7 @@ class Trajectory:
         answer: ``Episode.answer``.
         parts: ``Episode.parts``, as pairs.
         verdicts: for each question to a served model, the name of the model and the verdict.
+        notes: what the user should be told of, once a run.
     """
 
     row: Row
@@ -105,6 +106,7 @@ class Trajectory:
     answer: str = ""
     parts: tuple[tuple[str, float], ...] = ()
     verdicts: tuple[tuple[str, Verdict], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def reward(self) -> float:
@@ -136,10 +138,13 @@ class ToolCall:
 
     Attributes:
         name: name of the tool. arguments: name of an argument -> value.
+        id: nine letters and digits, as some chat templates demand, by which a result names its call; the same where
+            the episode is begun anew.
     """
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,11 @@ class Sample:
             return sample
         calls = tuple(ToolCall(name, json.loads(arguments)) for name, arguments in found.calls)
         return replace(sample, calls=calls, call_error=found.error, content=found.content if calls else "")
+
+    def number_calls(self, turn: int) -> Sample:
+        """Return the sample of a turn, from 0, with an id for each of its calls."""
+        calls = (replace(call, id=name_call(turn, number)) for number, call in enumerate(self.calls))
+        return replace(self, calls=tuple(calls)) if self.calls else self
 
 
 class Job(NamedTuple):
@@ -273,6 +283,11 @@ class LostWorker:
 def is_pass(reward: float, pass_reward: float) -> bool:
     """Tell whether a reward reaches ``EnvironmentConfig.pass_reward``, apart from the rounding of its parts' sum."""
     return reward >= pass_reward or isclose(reward, pass_reward, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def name_call(turn: int, number: int) -> str:
+    """Return the id of a turn's tool call, both from 0: nine letters and digits."""
+    return f"call{turn % 1000:03}{number % 100:02}"
 
 
 def digest_ids(token_ids: Sequence[int] | np.ndarray) -> int:

@@ -41,7 +41,7 @@ class RolloutManager:
         rollouts: the vLLM engines.
         loop: runs the episodes.
         phase: ``phase(clock, name)`` returns the context in which a phase of a step is timed.
-        warn: is given a line of text where episodes failed.
+        warn: is given a line of text where episodes failed, and once what an episode noted.
         curriculum: picks the prompts; without one they follow in an order that is shuffled anew in every epoch.
 
     Attributes:
@@ -67,6 +67,7 @@ class RolloutManager:
         self._begun, self._engines_idle_s = deque[RolloutBatch](), 0.0
         self.rollouts_done = 0
         self._since, self._prompts_before = 0, 0
+        self._told: set[str] = set()
         self.completion_tokens = float(config.rollout.max_new_tokens)
 
     def sample(self, clock: StepClock, version: int) -> tuple[list[TrajectoryGroup], dict[str, float]]:
@@ -244,6 +245,10 @@ class RolloutManager:
         scores = score_groups(groups, self.codec)
         if scores.failures:
             self.warn(scores.summarise())
+        for note in dict.fromkeys(note for group in groups for one in group for note in one.notes):
+            if note not in self._told:
+                self._told.add(note)
+                self.warn(note)
         return groups
 
     def _note_samples(self, groups: Sequence[TrajectoryGroup], version: int) -> None:

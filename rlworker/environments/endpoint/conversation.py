@@ -74,7 +74,7 @@ class Conversation:
     """
 
     def __init__(self, policy: Policy, episode: Episode, tool_parser: str, limits: EpisodeLimits):
-        episode.show_tools((), tool_parser)  # which checks its name
+        episode.show_tools(episode.row.tools, tool_parser)  # which checks its name
         self.episode, self.limits, self.limit = episode, limits, None
         self.close_session: Callable[[], None] = lambda: None
         self._policy, self._parser, self._lock = policy, tool_parser, asyncio.Lock()
@@ -178,8 +178,7 @@ class Conversation:
         if not sample.calls:
             return Turn(number, sample, text, (), prompt_ids, tokens)
         calls = sample.calls[:1] if isinstance(body, ChatBody) and body.parallel_tool_calls is False else sample.calls
-        # Nine letters and digits, as some chat templates demand; the same where the episode is begun anew.
-        made = [(f"call{number:03}{i:02}", call.name, json.dumps(call.arguments)) for i, call in enumerate(calls)]
+        made = [(call.id, call.name, json.dumps(call.arguments)) for call in calls]
         return Turn(number, sample, sample.content, tuple(made), prompt_ids, tokens)
 
     # -- what calls write
@@ -190,9 +189,10 @@ class Conversation:
         for message in messages:
             if message["role"] == "developer":  # which chat templates call so
                 message["role"] = "system"
-        keys, tools, episode = [_key(message) for message in messages], tuple(body.tools or ()), self.episode
-        parser = self._parser if tools and body.tool_choice != "none" else ""
-        if tools and not self._parser:
+        keys, episode = [_key(message) for message in messages], self.episode
+        tools = tuple(body.tools) if body.tools else episode.row.tools
+        parser = self._parser if body.tools and body.tool_choice != "none" else ""
+        if body.tools and not self._parser:
             raise ApiError(
                 400, "tools: name the model's tool parser: policy.endpoint(row, tool_parser=...)", param="tools"
             )
@@ -212,13 +212,14 @@ class Conversation:
         episode.tool_parser, self._history = parser, None  # none to go on from, where what follows fails
         if begins:
             episode.observe(written, images)
-        elif not self._is_new or tools or images or written != [*episode.row.messages]:
+        elif not self._is_new or tools != episode.row.tools or images or written != [*episode.row.messages]:
             episode.fork(written, images, sampled=sampled)
         return keys
 
     def _restore(self, messages: list[dict], keys: Sequence[Any]) -> dict[int, Sequence[int]]:
         """Give answers of the model that a history repeats the text that was sampled, and return their ids."""
         sampled, first = {}, 0
+        is_read = "tool_calls" in str(get_codec().tokenizer.chat_template)  # else the calls stand in the text alone
         for number, key in enumerate(keys):
             if messages[number]["role"] != "assistant":
                 continue
@@ -227,7 +228,9 @@ class Conversation:
                 # The same may have been said twice: the first that follows the answer before it.
                 place = next((i for i in found if i >= first), found[-1])
                 _, text, sampled[number] = self._answers[place]
-                messages[number], first = {"role": "assistant", "content": text}, place + 1
+                first = place + 1
+                if not (messages[number].get("tool_calls") and is_read):
+                    messages[number] = {"role": "assistant", "content": text}
         return sampled
 
     def _write_prompt(self, body: TextBody) -> str | None:

@@ -245,7 +245,8 @@ class EnvRunner:
             except asyncio.CancelledError:
                 running.gave_up = True
                 raise
-        episode.add_sample(sample.token_ids)
+        sample = sample.number_calls(episode.turns)
+        episode.add_sample(sample.token_ids, sample.calls, sample.content)
         running.known_segments = len(episode.sequences), len(episode.sequences[-1])
         return sample
 
@@ -356,7 +357,7 @@ def _read_fields(episode: Episode) -> tuple[dict[str, Any], tuple[FailureKind, s
     Returns:
         the fields up to the first that cannot be read, and the failure that names it; None where all can be.
     """
-    fields: dict[str, Any] = {"forks": episode.forks}
+    fields: dict[str, Any] = {"forks": episode.forks, "notes": tuple(episode.notes)}
     try:
         fields["rewards"] = tuple((int(turn), float(value)) for turn, value in episode.rewards)
         fields["answer"] = "" if episode.answer is None else str(episode.answer)

@@ -27,7 +27,10 @@ async def answer_calls(policy: Policy, sample: Sample, tools: Mapping[str, Tool]
     """
     if sample.call_error:
         return [{"role": "tool", "content": f"error: the call cannot be read: {sample.call_error}"}]
-    return [{"role": "tool", "name": call.name, "content": await _answer(policy, call, tools)} for call in sample.calls]
+    return [
+        {"role": "tool", "name": call.name, "content": await _answer(policy, call, tools), "tool_call_id": call.id}
+        for call in sample.calls
+    ]
 
 
 async def _answer(policy: Policy, call: ToolCall, tools: Mapping[str, Tool]) -> str | list[dict[str, Any]]:

@@ -1,8 +1,12 @@
 """Names of vLLM's parsers of tool calls, read from its source."""
 
+import json
+import re
+from types import SimpleNamespace
+
 import pytest
 
-from engines.vllm.tools import check_tool_parser, check_tools, find_bare_call, list_tool_parsers
+from engines.vllm.tools import check_tool_parser, check_tools, find_bare_call, list_tool_parsers, read_calls
 
 
 def test_a_parser_is_known_by_its_name_before_vllm_is_imported():
@@ -36,6 +40,41 @@ ADD = '{"name": "add", "arguments": {"a": {"b": 1}}}'
 )
 def test_the_json_of_a_call_is_found_without_the_marks_of_one(text, name):
     assert find_bare_call(text, {"add"}) == name
+
+
+class Reader:
+    """Stands for vLLM's parser of Hermes' calls."""
+
+    def extract_tool_calls(self, text, request):
+        found = [json.loads(each) for each in re.findall(r"<tool_call>(.*?)</tool_call>", text)]
+        functions = [SimpleNamespace(name=call["name"], arguments=json.dumps(call["arguments"])) for call in found]
+        calls = [SimpleNamespace(function=function) for function in functions]
+        return SimpleNamespace(tool_calls=calls, content=text.partition("<tool_call>")[0] if calls else text)
+
+
+DRAFT, CALL = "<tool_call>{broken</tool_call>", f"<tool_call>{ADD}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "count"),
+    [
+        (f"<think>Perhaps {DRAFT}?</think>It is 4.", f"<think>Perhaps {DRAFT}?</think>It is 4.", 0),
+        (f"Perhaps {CALL}?</think>It is 4.", f"Perhaps {CALL}?</think>It is 4.", 0),
+        (f"<think>Perhaps {ADD}?</think>\n\n{CALL}", f"<think>Perhaps {ADD}?</think>\n\n", 1),
+        (
+            f"<think>{DRAFT}</think>So <think>{CALL}</think>{CALL}{CALL}",
+            f"<think>{DRAFT}</think>So <think>{CALL}</think>",
+            2,
+        ),
+        (f"<think>Perhaps {CALL}", f"<think>Perhaps {CALL}", 0),
+        ("<think>\n</think>", "<think>\n</think>", 0),
+        (CALL.replace('"b": 1', '"b": "<think>"'), "", 1),
+    ],
+)
+def test_what_is_drafted_in_thinking_is_no_call_and_no_error(text, content, count):
+    request = SimpleNamespace(tools=[SimpleNamespace(function=SimpleNamespace(name="add"))])
+    found = read_calls(Reader(), text, request)
+    assert (found.content, len(found.calls), found.error) == (content, count, "")
 
 
 def test_schemas_that_no_parser_takes_are_refused():
