@@ -1,6 +1,5 @@
 """The file of a judge: its prompt, and the form in which it gives a verdict."""
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -8,15 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from engines.config.verdicts import cut_thinking, read_boolean, read_score
 from engines.validation import check_types
 
-_MARKS = re.compile(r"\\boxed|[*_`\[\](){}]")
-"""Marks of Markdown and LaTeX, which may stand between a score and the highest one."""
-_NUMBER = re.compile(
-    r"(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s*(?:points?|stars?)?\s*(?:/|(?:out )?of)\s*\d+(?:\.\d+)?)?", re.I
-)
-"""A score, and where it is written the highest one: 2/10, 2 of 10, 2 points out of 10."""
-_WORD = re.compile(r"\b(yes|true|no|false)\b", re.I)
+_SET_BY_QUESTIONS = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables of a chat template that are set with each question."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +19,9 @@ class JudgeForm:
     """The prompt of a judge, and the form of its verdict, which is a number from 0 to 1.
 
     Attributes:
-        verdict: ``score``: the last number of the answer, which ``range`` maps to 0 and 1. ``boolean``: the last yes,
-            true, no or false of the answer. ``choice``: the probabilities of ``options`` at the start of the answer,
-            of which nothing is sampled.
+        verdict: ``score``: the score that the answer names, or its only number, which ``range`` maps to 0 and 1.
+            ``boolean``: the yes, true, no or false of the answer. ``choice``: the probabilities of ``options`` at the
+            start of the answer, of which nothing is sampled.
         prompt: Jinja template of the user's message. It has the fields of a question, and ``rubric``.
         system: Jinja template of a system message; empty for none.
         range: lowest and highest score.
@@ -34,6 +29,7 @@ class JudgeForm:
         rubric: text of each criterion -> its weight. Each is a question of its own, and the verdict is their weighted
             mean. Empty asks once.
         max_tokens: most tokens of an answer. temperature: 0 is greedy.
+        chat_template_args: variables of the judge's chat template and their values, such as ``enable_thinking``.
     """
 
     verdict: Literal["score", "boolean", "choice"]
@@ -44,6 +40,7 @@ class JudgeForm:
     rubric: dict[str, float] = field(default_factory=dict)
     max_tokens: int = 256
     temperature: float = 0.0
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, file: str) -> "JudgeForm":
@@ -88,6 +85,10 @@ class JudgeForm:
                 f"{file}: max_tokens={self.max_tokens} and temperature={self.temperature}, expected 1 or more tokens "
                 "and a temperature from 0 to 2"
             )
+        if clashes := sorted(_SET_BY_QUESTIONS & {*self.chat_template_args}):
+            raise ValueError(
+                f"{file}: chat_template_args may not set {clashes}, which each question sets; leave them out"
+            )
         try:
             for text in (self.system, self.prompt):
                 _compile(text)
@@ -117,14 +118,14 @@ class JudgeForm:
             raise ValueError(f"the template cannot be filled: {error}; the question has {sorted(fields)}") from None
 
     def read_verdict(self, text: str) -> float | None:
-        """Read the verdict in an answer; None where there is none."""
+        """Read the verdict in an answer, behind its thinking; None where there is none, or where it is not clear."""
+        answer = cut_thinking(text)
         if self.verdict == "boolean":
-            words = _WORD.findall(text)
-            return float(words[-1].lower() in ("yes", "true")) if words else None
-        numbers, (low, high) = _NUMBER.findall(_MARKS.sub(" ", text)), self.range
-        if not numbers or not low <= (number := float(numbers[-1])) <= high:
-            return None
-        return (number - low) / (high - low)
+            is_true = read_boolean(answer)
+            return None if is_true is None else float(is_true)
+        low, high = self.range
+        score = read_score(answer, low, high)
+        return None if score is None else (score - low) / (high - low)
 
 
 @cache

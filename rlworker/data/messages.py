@@ -32,9 +32,12 @@ the model's turn begins. ``new_turn``: where the model's turn begins. ``closed``
 """
 
 
-def set_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+def set_template_arguments(tokenizer: Any, arguments: Mapping[str, Any], section: str = "data") -> None:
     """Set variables that the tokenizer's chat template reads, such as ``enable_thinking``, for everything that it
     renders.
+
+    Args:
+        section: names the settings that have the variables, for messages.
 
     Raises:
         ValueError: there is no template, or it does not read a variable.
@@ -43,15 +46,17 @@ def set_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None
         return
     if not isinstance(template := tokenizer.chat_template, str):
         raise ValueError(
-            f"data: chat_template_args sets {', '.join(arguments)}, and the tokenizer has no chat template, or has "
-            "several; leave --data.chat-template-args out"
+            f"{section}: chat_template_args sets {', '.join(arguments)}, and the tokenizer has no chat template, or "
+            "has several; leave it out"
         )
     words = {*re.findall(r"[A-Za-z_]\w*", template)}
     for name in arguments:
         if name not in words:
             close = difflib.get_close_matches(name, words, 1)
             hint = f"did you mean {close[0]!r}?" if close else "leave it out"
-            raise ValueError(f"data: chat_template_args has {name!r}, which the chat template does not read; {hint}")
+            raise ValueError(
+                f"{section}: chat_template_args has {name!r}, which the chat template does not read; {hint}"
+            )
     # JSON's texts, numbers and truth values are Jinja's. A newline behind a statement is the statement's own.
     lines = [f"{{% set {name} = {json.dumps(value)} %}}\n" for name, value in arguments.items()]
     tokenizer.chat_template = "".join(lines) + template

@@ -75,8 +75,16 @@ class Rows:
     places: tuple[str, ...] = ()
 
 
-def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingProxyType({}), answers: bool = True):
+def load_tokenizer(
+    folder: str,
+    template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    answers: bool = True,
+    section: str = "data",
+):
     """Load the tokenizer that is saved with a model, and set variables of its chat template.
+
+    Args:
+        section: names the settings that have the variables, for messages.
 
     Raises:
         ValueError: the folder has no readable tokenizer; the model ``answers``, and has no end-of-sequence token, so
@@ -101,7 +109,7 @@ def load_tokenizer(folder: str, template_arguments: Mapping[str, Any] = MappingP
             f"model: the tokenizer in {folder!r} has no eos token, so nothing ends an answer; set eos_token in its "
             "tokenizer_config.json"
         )
-    set_template_arguments(tokenizer, template_arguments)
+    set_template_arguments(tokenizer, template_arguments, section)
     tokenizer.clean_up_tokenization_spaces = False  # Llama 3's drops spaces that were sampled, as that before a comma
     return tokenizer
 

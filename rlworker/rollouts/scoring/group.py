@@ -79,9 +79,11 @@ def check_served(config: RunConfig, find: FindModel) -> dict[str, ServedModel]:
             folder = find(own.model)
             spec = read_shape(folder, name, own)
             list_model_files(folder)
-            load_tokenizer(folder, answers=own.kind == "judge")
-            served[name] = ServedModel(name, own, spec, JudgeForm.read(own.template) if own.template else None)
-            form, longest = served[name].form, min(own.max_model_len, spec.max_positions)
+            form = JudgeForm.read(own.template) if own.template else None
+            arguments = form.chat_template_args if form else {}
+            load_tokenizer(folder, arguments, answers=own.kind == "judge", section=own.template)
+            served[name] = ServedModel(name, own, spec, form)
+            longest = min(own.max_model_len, spec.max_positions)
             if form and form.answer_tokens >= longest:
                 raise ValueError(
                     f"max_tokens={form.max_tokens} of {own.template} leaves no room for a question in {longest} "

@@ -40,7 +40,7 @@ class Judge:
 
     def __init__(self, name: str, folder: str, vocab: int, form: JudgeForm, max_model_len: int, sample: SampleFn):
         self.name, self.form, self._sample = name, form, sample
-        self._tokenizer: Any = load_tokenizer(folder)
+        self._tokenizer: Any = load_tokenizer(folder, form.chat_template_args, section=f"models.{name}.template")
         self._stops = list_stop_tokens(folder, self._tokenizer, vocab)
         self._options = [encode_after(self._tokenizer, None, text) for text in form.options]
         answer = max(map(len, self._options), default=0) + 1 if form.verdict == "choice" else form.max_tokens
@@ -95,7 +95,8 @@ class Judge:
         completions = self._sample([Request(question.token_ids, sampling) for question in questions], seed)
         for question, completion in zip(questions, completions, strict=True):
             question.text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            question.value = self.form.read_verdict(question.text)
+            # An answer that was cut at its length may not have come to its verdict.
+            question.value = self.form.read_verdict(question.text) if completion.finished else None
 
     def _compare(self, questions: Sequence[_Question], seed: int) -> None:
         """Compare the logprobs of the options behind each question."""

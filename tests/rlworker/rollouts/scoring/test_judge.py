@@ -36,7 +36,7 @@ def read(tmp_path):
         ("7", 6 / 9),
         ("Score: 7/10", 6 / 9),
         ("7 out of 10.", 6 / 9),
-        ("Between 3 and 4: 4.5", 3.5 / 9),
+        ("Between 3 and 4: 4.5", None),
         ("**2**/10", 1 / 9),
         ("[[2]]/10", 1 / 9),
         ("\\boxed{2} / 10", 1 / 9),
@@ -51,14 +51,15 @@ def read(tmp_path):
         ("", None),
     ],
 )
-def test_a_score_is_the_last_number(read, text, value):
+def test_a_score_is_scaled_from_its_range(read, text, value):
     assert read(f'verdict = "score"\nrange = [1, 10]\n{PROMPT}').read_verdict(text) == (value and pytest.approx(value))
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("Yes", 1.0), ("no.", 0.0), ("Not yes but NO", 0.0), ("It is true", 1.0), ("nothing", None)]
+    ("text", "value"),
+    [("Yes", 1.0), ("no.", 0.0), ("<think>Yes?</think>No", 0.0), ("It is true", 1.0), ("yes, no", None)],
 )
-def test_a_boolean_is_the_last_word_of_its_kind(read, text, value):
+def test_a_boolean_is_one_or_zero(read, text, value):
     assert read(f'verdict = "boolean"\n{PROMPT}').read_verdict(text) == value
 
 
@@ -74,6 +75,7 @@ def test_a_boolean_is_the_last_word_of_its_kind(read, text, value):
         (f'verdict = "choice"\noptions = {{a = 2}}\n{PROMPT}', "expected values from 0 to 1"),
         (f'verdict = "boolean"\nrubric = {{short = 0}}\n{PROMPT}', "expected numbers above 0"),
         (f'verdict = "boolean"\nmax_tokens = 0\n{PROMPT}', "expected 1 or more tokens"),
+        (f'verdict = "boolean"\nchat_template_args = {{tools = 1}}\n{PROMPT}', "may not set ['tools'], which each"),
         ('verdict = "boolean"\nprompt = "{% if %}"', "the template is wrong in its line 1"),
     ],
 )
@@ -84,7 +86,10 @@ def test_a_wrong_file_is_refused_by_name(read, tmp_path, text, named):
 
 
 class Model:
-    """Stands for a chat model: ``say(prompt, temperature)`` is its answer; of scored ids, logprobs by the last id."""
+    """Stands for a chat model: ``say(prompt, temperature)`` is its answer, cut where it ends with an ellipsis.
+
+    Of scored ids it has logprobs by the last id.
+    """
 
     def __init__(self, say):
         self.say, self.asked, self.tokenizer = say, [], make_tokenizer(CHAT)
@@ -100,7 +105,7 @@ class Model:
             return Completion(np.asarray(request.token_ids[1:], np.int32), logprobs, False, ((0, len(logprobs)),))
         text = self.say(self.tokenizer.decode(request.token_ids), request.sampling.temperature)
         ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-        return Completion(ids, np.zeros(0, np.float32), True, ((0, len(ids)),))
+        return Completion(ids, np.zeros(0, np.float32), not text.endswith("..."), ((0, len(ids)),))
 
 
 @pytest.fixture
@@ -128,6 +133,32 @@ def test_what_cannot_be_read_is_asked_once_more_and_then_counted(make_judge):
     assert sorted([(even.error != "", even.unreadable), (odd.error != "", odd.unreadable)]) == [(False, 0), (True, 1)]
     assert [(seed, len(prompts)) for seed, prompts in model.asked] == [(7, 3), (8, 2)], "another seed, those alone"
     assert model.asked[0][1][0] == "<user>Grade a.<unk>>", "the chat template's line break is unknown to the tokenizer"
+
+
+def test_an_answer_that_was_cut_is_no_verdict(make_judge):
+    """Its number may be one of a list, and is asked for once more."""
+    judge, model = make_judge(
+        'verdict = "score"\nmax_tokens = 8\n', lambda prompt, temperature: "5" if temperature else "1..."
+    )
+    (verdict,) = judge.answer([{"text": "a"}], 0)
+    assert (verdict.value, verdict.texts, len(model.asked)) == (0.5, ("5",), 2)
+
+
+def test_a_judge_takes_variables_of_its_chat_template(read, tmp_path):
+    from rlworker.rollouts.scoring.judge import Judge
+
+    make_tokenizer(CHAT + "{% if enable_thinking is false %}!{% endif %}").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    forms = [
+        read(f'verdict = "score"\nmax_tokens = 8\nchat_template_args = {{{arguments}}}\n{PROMPT}')
+        for arguments in ("", "enable_thinking = false", "enable_thought = false")
+    ]
+    for form, end in zip(forms[:2], (">", ">!"), strict=True):
+        model = Model(lambda prompt, temperature: "5")
+        Judge("grader", str(tmp_path), 99, form, 64, model).answer([{"text": "a"}], 0)
+        assert model.asked[0][1][0].endswith("Grade a.<unk>" + end)
+    with pytest.raises(ValueError, match=r"grader\.template: chat_template_args has 'enable_thought', .* did you mean"):
+        Judge("grader", str(tmp_path), 99, forms[2], 64, Model(str))
 
 
 def test_a_rubric_asks_each_criterion_and_weighs_them(make_judge):
