@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from rlworker.checks.huggingface import computing_in_double, perturb_weights
+from rlworker.checks.reference.huggingface import computing_in_double, perturb_weights
 
 FACTOR = 4.0
 """A limit is so many times the largest distance of the draws."""
@@ -39,7 +39,7 @@ SOURCES = (
     "engines/batch",
     "engines/images",
     "engines/models",
-    "rlworker/checks/huggingface.py",
+    "rlworker/checks/reference/huggingface.py",
     "tests/support/huggingface.py",
     "tests/support/ranks/adapter_cases.py",
     "tests/support/ranks/engines_cases.py",
