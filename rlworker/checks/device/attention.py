@@ -185,8 +185,8 @@ class AttentionCase:
         layout = Layout.build(self.lengths, "thd", sharing=self.sharing)
         visible = self.build_mask_spec(layout, (self.rule,)).compute_visible()
         leaves = [x.clone().requires_grad_() for x in inputs]
-        packed = [layout.pack(x) for x in self.take_held_tokens(leaves)]
-        output = layout.unpack(dense_attention(*packed, visible))
+        query, key, value = (layout.pack(x) for x in self.take_held_tokens(leaves))
+        output = layout.unpack(dense_attention(query, key, value, see=visible))
         total = (output * weight.to(output.dtype)).sum()
         return [output.detach(), *torch.autograd.grad(total, leaves)]
 
