@@ -8,23 +8,27 @@ What draws are apart is kept on disk, by all that it depends on: the model, the 
 of libraries, and the processor with the settings that choose its kernels.
 """
 
+import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock
 from torch import Tensor
 
+from engines.batch.batch import TrainBatch
 from rlworker.checks.reference.huggingface import computing_in_double, perturb_weights
 
 FACTOR = 4.0
@@ -51,8 +55,6 @@ SOURCES = (
 LIBRARIES = ("torch", "transformers", "peft", "numpy", "pillow")
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "OMP_", "ONEDNN_")
 """Beginnings of the environment variables that choose kernels."""
-HALF_DIGIT = torch.finfo(torch.float32).eps / 2
-"""Half a last digit of a number in float32, as a share of it."""
 
 Tensors = dict[str, Tensor]
 Kind = Tensor | Mapping[str, Tensor]
@@ -86,6 +88,11 @@ class Draw:
     def computing(self) -> AbstractContextManager[None]:
         """Compute in the draw's type in this context. Random numbers are drawn outside: by type they are others."""
         return computing_in_double() if self.is_truth else nullcontext()
+
+    def cast(self, batch: TrainBatch) -> TrainBatch:
+        """Cast a batch's columns to the draw's type, for a loss that computes with them alone."""
+        columns = {name: x.to(self.dtype) for name, x in batch.columns().items() if x.is_floating_point()}
+        return dataclasses.replace(batch, **columns)
 
     def load(self, load_model: Callable[[torch.dtype], Model]) -> Model:
         """Load a model in the draw's type, and move its weights."""
@@ -130,11 +137,21 @@ class Rounding:
     def find_limit(self, kind: str, name: str = "") -> float:
         """Find the largest absolute difference that a tensor may have: ``FACTOR`` times that of the draws.
 
-        Each number is at least off by half a last digit however exactly it is computed, so that the draws' largest
-        counts as no less than that of the tensor's largest number.
+        Four draws may move a tensor of few numbers by little, or not at all. So a tensor counts as moved by no fewer
+        last digits than the middle one of its kind, and by no less than half a digit, by which each number is off
+        however exactly it is computed. The digits are those of the tensor's largest number.
         """
-        least = HALF_DIGIT * float(self.truth[kind][name].abs().max())
-        return FACTOR * max(self.spread[kind][name], least)
+        least_digits = max(self._middle_digits[kind], 0.5)
+        return FACTOR * max(self.spread[kind][name], least_digits * find_last_digit(self.truth[kind][name]))
+
+    @cached_property
+    def _middle_digits(self) -> dict[str, float]:
+        """The median over the tensors of each kind of how many last digits the draws are off."""
+        middle = {}
+        for kind, values in self.spread.items():
+            digits = {name: find_last_digit(self.truth[kind][name]) for name in values}
+            middle[kind] = median([value / digits[name] for name, value in values.items() if digits[name]] or [0.0])
+        return middle
 
     def compare(self, kind: str, found: Kind, base: Kind | None = None) -> Distance:
         """Compare numbers with the truth, or with those of ``base``, whose rounding is as large."""
@@ -188,10 +205,12 @@ def measure_spread(compute: Compute, arguments: tuple, truth: dict[str, Tensors]
         for kind, tensors in _copy(compute(Draw(seed), *arguments)).items():
             largest = spread.setdefault(kind, {})
             for name, tensor in tensors.items():
-                largest[name] = max(largest.get(name, 0.0), find_largest(tensor, truth[kind][name]))
+                distance = find_largest(tensor, truth[kind][name])
+                assert math.isfinite(distance), f"{kind} {name} of a draw is no number"
+                largest[name] = max(largest.get(name, 0.0), distance)
     for kind, largest in spread.items():
-        size = max((float(tensor.abs().max()) for tensor in truth[kind].values()), default=0.0)
-        digits = max(largest.values(), default=0.0) / (2 * HALF_DIGIT * size or 1)
+        last_digit = max(map(find_last_digit, truth[kind].values()), default=0.0)
+        digits = max(largest.values(), default=0.0) / (last_digit or 1.0)
         assert digits <= MOST_DIGITS, f"{kind} of draws are {digits:.0f} last digits off; take another seed of weights"
     return spread
 
@@ -206,6 +225,11 @@ def _copy(numbers: Mapping[str, Kind]) -> dict[str, Tensors]:
 
 def name_tensors(numbers: Kind) -> Tensors:
     return {"": numbers} if isinstance(numbers, Tensor) else dict(numbers)
+
+
+def find_last_digit(numbers: Tensor) -> float:
+    """Find what a last digit of float32 is worth at the largest number: ``eps`` times that number."""
+    return torch.finfo(torch.float32).eps * float(numbers.abs().max())
 
 
 def find_largest(found: Tensor, want: Tensor) -> float:
@@ -232,6 +256,10 @@ def describe(value: Any) -> str:
         return f"{{{', '.join(f'{name}: {describe(each)}' for name, each in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(describe, value))})"
+    if isinstance(value, partial):
+        return f"{describe(value.func)} of {describe(value.args)}, {describe(value.keywords)}"
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, str | Path) and os.sep in str(value) and Path(value).exists():
         return ", ".join(f"{name} {digest}" for name, digest in _digest_files(Path(value)))
     return repr(value)

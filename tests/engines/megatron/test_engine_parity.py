@@ -22,14 +22,10 @@ from support.factors import (
     TWO_RANKS,
     parse_size,
 )
-from support.huggingface import name_gradients, name_weights, run_forward
 from support.new_platform import NAME, run_on_added, write_platform
-from support.ranks.engines_cases import LENGTHS, STEPS, make_batch, run_case
+from support.ranks.engines_cases import LENGTHS, compute_steps, run_case
 from support.ranks.pool import draw_address
-from support.rounding import Draw, Rounding, check_distances, measure_rounding
-
-from engines.models.spec import ModelSpec
-from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
+from support.rounding import Rounding, check_distances, measure_rounding
 
 
 @pytest.fixture(scope="module")
@@ -42,43 +38,6 @@ def reference(make_hf_model):
         return made[family, tied]
 
     return run
-
-
-def compute_steps(draw: Draw, folder: str) -> dict:
-    """Compute outputs and gradients of the first of some steps, and the weights after them."""
-    spec, batch = ModelSpec.from_folder(folder), make_batch()
-    with draw.computing():
-        model = draw.load(partial(load_huggingface, spec))
-        counts = count_choices(model) if draw.is_truth else []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
-        result, norms = {}, []
-        for step in range(STEPS):
-            found = run_forward(model, spec, batch, probe_loss, at_once=draw.at_once)
-            optimizer.zero_grad()
-            (found.loss / batch.mask.sum()).backward()
-            if step == 0:
-                result = {
-                    "loads": {str(layer): tokens / tokens.mean() for layer, tokens in enumerate(counts)},
-                    "logits": found.logits,
-                    "logprobs": found.outputs.logprobs * batch.mask,
-                    "entropy": found.outputs.entropy * batch.mask,
-                    "gradients": {name: gradient.clone() for name, gradient in name_gradients(model, spec).items()},
-                }
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-            optimizer.step()
-    return result | {"norms": torch.stack(norms), "weights": name_weights(model, spec)}
-
-
-def count_choices(model) -> list[torch.Tensor]:
-    """Tokens ``[experts]`` that chose each expert, of each layer that has some; forward passes add to them."""
-    counts = {name: torch.zeros(len(x.weight)) for name, x in model.named_modules() if name.endswith(".mlp.gate")}
-
-    def watch(name: str, gate, inputs, found: tuple[torch.Tensor, ...]) -> None:
-        counts[name] += found[2].flatten().bincount(minlength=len(counts[name]))
-
-    for name in counts:
-        model.get_submodule(name).register_forward_hook(partial(watch, name))
-    return list(counts.values())
 
 
 @pytest.fixture(scope="module")

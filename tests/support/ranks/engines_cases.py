@@ -1,10 +1,13 @@
 """Ranks of the Megatron tests run these functions, which every process imports from here."""
 
 import gc
+from functools import partial
 from importlib import import_module
 
 import torch
 import torch.distributed as dist
+from support.huggingface import name_gradients, name_weights, run_forward
+from support.rounding import Draw
 
 from engines.batch.batch import TrainBatch
 from engines.batch.beginnings import find_beginnings
@@ -12,7 +15,7 @@ from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
-from rlworker.checks.reference.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
 LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 """Ids per sequence: one with a single input and one with none, no two alike, and an odd count of inputs at the end, so
@@ -165,3 +168,40 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
         "routing": results[0].routing,
         "step_logprobs": results[0].outputs.logprobs if engine.is_leader else torch.empty(0),
     }
+
+
+def compute_steps(draw: Draw, folder: str) -> dict:
+    """Compute by HuggingFace what ``run_case`` does: outputs and gradients of the first step, and the last weights."""
+    spec, batch = ModelSpec.from_folder(folder), make_batch()
+    with draw.computing():
+        model = draw.load(partial(load_huggingface, spec))
+        counts = count_choices(model) if draw.is_truth else []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
+        result, norms = {}, []
+        for step in range(STEPS):
+            found = run_forward(model, spec, batch, probe_loss, at_once=draw.at_once)
+            optimizer.zero_grad()
+            (found.loss / batch.mask.sum()).backward()
+            if step == 0:
+                result = {
+                    "loads": {str(layer): tokens / tokens.mean() for layer, tokens in enumerate(counts)},
+                    "logits": found.logits,
+                    "logprobs": found.outputs.logprobs * batch.mask,
+                    "entropy": found.outputs.entropy * batch.mask,
+                    "gradients": {name: gradient.clone() for name, gradient in name_gradients(model, spec).items()},
+                }
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+    return result | {"norms": torch.stack(norms), "weights": name_weights(model, spec)}
+
+
+def count_choices(model) -> list[torch.Tensor]:
+    """Tokens ``[experts]`` that chose each expert, of each layer that has some; forward passes add to them."""
+    counts = {name: torch.zeros(len(x.weight)) for name, x in model.named_modules() if name.endswith(".mlp.gate")}
+
+    def watch(name: str, gate, inputs, found: tuple[torch.Tensor, ...]) -> None:
+        counts[name] += found[2].flatten().bincount(minlength=len(counts[name]))
+
+    for name in counts:
+        model.get_submodule(name).register_forward_hook(partial(watch, name))
+    return list(counts.values())

@@ -4,14 +4,23 @@ import dataclasses
 from functools import partial
 
 import torch
+from support.huggingface import compute_padded_logits, name_gradients
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.vlm_cases import make_prompts
+from support.rounding import Draw
 
 from engines.batch.batch import TrainBatch
-from engines.batch.shard import list_columns
+from engines.batch.shard import TokenOutputs, ValueOutputs, list_columns
 from engines.images.columns import make_image_columns
+from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import policy_loss, truncated_importance
-from rlworker.checks.reference.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import (
+    iterate_logits,
+    load_huggingface,
+    make_image_arguments,
+    probe_loss,
+    score_tokens,
+)
 
 GROUPS = ((9, 4), (5, 3), (14, 1), (3, 2), (7, 3))
 """Ids of each prompt, and how many samples it has; one group is a single sample."""
@@ -118,6 +127,36 @@ def _choose_loss(model, batch):
     if batch.old_logprobs is None:
         return probe_loss
     return partial(policy_loss, kl_coef=0.1, entropy_coef=0.01, correction=truncated_importance, center=True)
+
+
+def compute_alone(draw: Draw, folder: str, head: str, make) -> dict:
+    """Compute by HuggingFace outputs and gradients of the batch ``make(model)``, each sample by itself."""
+    model = ModelSpec.from_folder(folder, head=head)
+    batch = draw.cast(make(model))
+    loss = _choose_loss(model, batch)
+    with draw.computing():
+        network = draw.load(partial(load_huggingface, model))
+        if draw.at_once and not model.vision:
+            logits = compute_padded_logits(network, batch)
+        else:
+            logits = torch.cat([scores for _, scores in iterate_logits(network, batch, make_image_arguments(model))])
+        outputs = _score(model, batch, logits)
+        (loss(outputs, batch)[0] / batch.mask.sum()).backward()
+        return list_columns(outputs) | {"gradients": name_gradients(network, model)}
+
+
+def _score(model: ModelSpec, batch: TrainBatch, logits: torch.Tensor) -> TokenOutputs | ValueOutputs:
+    """Score logits ``[N, vocab]``: the sampler's likeliest ids too, if the batch has them, and all others together."""
+    if model.head == "value":
+        return ValueOutputs(logits[:, 0])
+    outputs = score_tokens(logits, batch.targets, model.banned_tokens)
+    if batch.rollout_top_ids is None:
+        return outputs
+    ids, log_p = batch.rollout_top_ids.long(), logits.log_softmax(-1)
+    top = log_p.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)  # [N, k]
+    is_top = (ids[:, :, None] == torch.arange(logits.shape[-1])).any(1)
+    others = log_p.masked_fill(is_top, -1e30).logsumexp(-1, keepdim=True)
+    return dataclasses.replace(outputs, top_logprobs=torch.cat([top, others], -1))
 
 
 def compute_both_ways(
