@@ -33,7 +33,17 @@ def group_relative(advantage: Advantage) -> Advantage:
     return advantage
 
 
+def from_rewards(advantage: Advantage) -> Advantage:
+    """Mark an advantage estimator that follows from rewards alone, without logprobs, values or greedy rewards.
+
+    Dynamic sampling asks it which groups teach.
+    """
+    advantage.from_rewards = True
+    return advantage
+
+
 @group_relative
+@from_rewards
 def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     """Compute the group-relative advantage (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
@@ -51,6 +61,7 @@ def grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
 
 
 @group_relative
+@from_rewards
 def turn_grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
     """Compute ``grpo`` of each turn, by the sum of the rewards from that turn on.
 
@@ -81,12 +92,14 @@ def turn_grpo(batch: TrainBatch, eps: float = 1e-4) -> Tensor:
 
 
 @group_relative
+@from_rewards
 def dr_grpo(batch: TrainBatch) -> Tensor:
     """Compute ``reward - mean of the group``, not divided by its deviation (Dr. GRPO, arXiv:2503.20783)."""
     return _repeat_per_token(batch, _centre(_sum_rewards(batch), _find_groups(batch))[0])
 
 
 @group_relative
+@from_rewards
 def rloo(batch: TrainBatch) -> Tensor:
     """Compute ``reward - mean of the group's other rewards`` (RLOO, arXiv:2402.14740); 0 in a group of one."""
     group = _find_groups(batch)
@@ -94,6 +107,7 @@ def rloo(batch: TrainBatch) -> Tensor:
     return _repeat_per_token(batch, centred * (count / (count - 1).clamp_min(1))[group])
 
 
+@from_rewards
 def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
     """Compute the sum of rewards from each token to its episode's end, whitened (REINFORCE++, arXiv:2501.03262).
 
@@ -108,6 +122,7 @@ def reinforce_plus_plus(batch: TrainBatch) -> Tensor:
 
 
 @group_relative
+@from_rewards
 def reinforce_plus_plus_baseline(batch: TrainBatch) -> Tensor:
     """Compute ``reward - mean of the group`` of each episode, whitened over the counting tokens (arXiv:2501.03262)."""
     return whiten(dr_grpo(batch), batch.mask)
@@ -181,11 +196,14 @@ def add_kl_penalty(batch: TrainBatch, coef: float, estimate: KlEstimate = kl_k1)
     return replace(batch, penalties=penalties)
 
 
-def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> TrainBatch:
+def add_overlong_penalty(batch: TrainBatch, max_tokens: int | Tensor, buffer: int | Tensor) -> TrainBatch:
     """Return the batch with lower ``rewards`` for episodes of more than ``max_tokens - buffer`` counting tokens.
 
     The penalty goes from 0 at ``max_tokens - buffer`` tokens to -1 at ``max_tokens`` (DAPO, arXiv:2503.14476, equation
     13). It counts at the last counting token.
+
+    Args:
+        max_tokens, buffer: of all episodes, or of each, ``[E]``.
     """
     tokens = batch.sum_per_sequence(batch.mask.float())
     over = batch.sum_per_episode(tokens) - (max_tokens - buffer)
@@ -193,6 +211,26 @@ def add_overlong_penalty(batch: TrainBatch, max_tokens: int, buffer: int) -> Tra
     # [B] bool: no counting token follows in its episode, and it has some; one that has none has no penalty either.
     is_last = tokens.cumsum(0) == batch.sum_per_episode(tokens).cumsum(0)[episode]
     return replace(batch, rewards=batch.require_column("rewards") - penalty[episode] * (is_last & (tokens > 0)))
+
+
+def limit_episodes(batch: TrainBatch, sample_tokens: int, sequence_tokens: int) -> Tensor:
+    """Compute the most tokens that each episode could have sampled in the turns that it took, ``[E]`` float32.
+
+    It is the smaller of two limits: that of all its samples, and the room that context leaves in its sequences. For
+    instance, three turns of at most 100 tokens in a sequence of at most 250, of which 50 are prompt and observations,
+    could have sampled 200.
+
+    Args:
+        sample_tokens: most tokens of a sample. sequence_tokens: most tokens of a sequence.
+    """
+    counting, episode = Selection.from_mask(batch.mask, batch.lengths), batch.number_episodes()
+    owners = episode.repeat_interleave(counting.lengths)  # [n], the episode of each counting token
+    turns = torch.zeros(batch.num_episodes, dtype=torch.long)
+    turns.scatter_reduce_(0, owners, counting.gather(_number_turns(batch)).long() + 1, "amax")
+    # A sequence has one token more than targets, and its context is what was not sampled.
+    context = torch.as_tensor(batch.lengths) + 1 - counting.lengths  # [B]
+    room = batch.sum_per_episode(sequence_tokens - context)
+    return torch.minimum(sample_tokens * turns, room).clamp_min(1).float()
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:

@@ -5,11 +5,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from engines.batch.batch import TrainBatch
 from engines.interfaces import LossFn
 from engines.validation import option
 from rlworker.algorithms import advantages, losses
-from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, add_overlong_penalty
+from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, add_overlong_penalty, limit_episodes
 from rlworker.algorithms.distillation import reverse_kl
 from rlworker.algorithms.losses import Aggregation, Correction, KlEstimate, policy_loss, value_loss
 from rlworker.algorithms.passing import PassedFunction
@@ -30,6 +33,8 @@ class Objective:
         value_loss: loss of the critic.
         penalize: adds the penalties of the reward to a batch that has logprobs.
         trains_critic: whether the advantage also returns the critic's targets.
+        find_teaching: tells of each group, ``[P]`` bool, whether its rewards teach: whether an advantage is not 0, the
+            KL penalty aside. None where the advantage does not follow from rewards alone.
     """
 
     advantage: AdvantageFn
@@ -38,6 +43,7 @@ class Objective:
     value_loss: LossFn = value_loss
     penalize: Callable[[TrainBatch], TrainBatch] = lambda batch: batch
     trains_critic: bool = False
+    find_teaching: Callable[[TrainBatch], Tensor] | None = None
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with penalties and advantages, and with the critic's returns if a critic is trained."""
@@ -75,14 +81,32 @@ def make_objective(
     named = reverse_kl if config.distill.top_k else policy_loss
     minimised = configure_loss(config.algorithm, config.importance, loss or named)
     check_centering(minimised, config.algorithm)
+    limits = dict(sample_tokens=config.rollout.max_new_tokens, sequence_tokens=config.longest)
+    parts, find_teaching = config.algorithm.parts, None
+    function: Any = PassedFunction(chosen, "advantage").inner
+    if getattr(function, "from_rewards", False):
+        penalize = partial(penalize_reward, algorithm=replace(parts, kl_coef=0.0), **limits)
+        find_teaching = partial(find_teaching_groups, advantage=chosen, penalize=penalize)
     return Objective(
         chosen,
         minimised,
         choose_aggregation(config, aggregation),
         partial(value_loss, clip=config.critic.clip),
-        partial(penalize_reward, algorithm=config.algorithm.parts, max_tokens=config.rollout.max_new_tokens),
+        partial(penalize_reward, algorithm=parts, **limits),
         config.trains_critic,
+        find_teaching,
     )
+
+
+def find_teaching_groups(
+    batch: TrainBatch, advantage: AdvantageFn, penalize: Callable[[TrainBatch], TrainBatch]
+) -> Tensor:
+    """Find the groups that have an advantage other than 0, ``[P]`` bool; ``penalize`` lowers rewards before."""
+    advantages = advantage(penalize(batch))
+    assert isinstance(advantages, Tensor), "it follows from rewards alone"
+    sequences = batch.sum_per_sequence((advantages * batch.mask).abs())  # [B]
+    group = batch.require_column("group")
+    return torch.zeros(int(group.max()) + 1).index_add_(0, group, sequences) > 0
 
 
 def configure_advantage(config: RunConfig, advantage: AdvantageFn | None = None) -> AdvantageFn:
@@ -200,14 +224,16 @@ def find_kl_estimate(name: str) -> KlEstimate:
     return getattr(losses, f"kl_{name}")
 
 
-def penalize_reward(batch: TrainBatch, algorithm: Algorithm, max_tokens: int) -> TrainBatch:
+def penalize_reward(batch: TrainBatch, algorithm: Algorithm, sample_tokens: int, sequence_tokens: int) -> TrainBatch:
     """Return the batch with the algorithm's penalties on rewards: for length, and for KL to the reference.
 
     Args:
-        max_tokens: most tokens of a completion.
+        sample_tokens, sequence_tokens: most tokens of a sample and of a sequence.
     """
-    if buffer := round(algorithm.overlong_buffer * max_tokens):
-        batch = add_overlong_penalty(batch, max_tokens, buffer)
+    if algorithm.overlong_buffer:
+        limits = limit_episodes(batch, sample_tokens, sequence_tokens)
+        buffers = (algorithm.overlong_buffer * limits).round().clamp_min(1)
+        batch = add_overlong_penalty(batch, limits, buffers)
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         batch = add_kl_penalty(batch, algorithm.kl_coef, find_kl_estimate(algorithm.kl_estimate or "k1"))
     return batch

@@ -157,10 +157,11 @@ class AlgorithmConfig:
     greedy_baseline: bool = False
     """Sample and reward a greedy completion of every prompt; the advantage remax does so without it."""
     dynamic_sampling: Annotated[int, Ge(0)] | None = None
-    """Largest number of further rollouts in a step, which replace zero-variance groups (DAPO); 0 turns it off."""
+    """Largest number of further rollouts in a step, which replace groups whose rewards teach nothing (DAPO); 0 turns it
+    off."""
     overlong_buffer: Annotated[float, Ge(0), Le(1)] | None = None
-    """Share of rollout.max_new_tokens at its end over which the reward of a long episode falls by up to 1 (DAPO); 0
-    turns it off."""
+    """Share of an episode's longest text, at its end, over which the reward falls by up to 1 (DAPO); 0 turns it off.
+    That is rollout.max_new_tokens of each of its turns, within environment.tokens."""
 
     def __post_init__(self):
         check_types("algorithm", self)

@@ -20,10 +20,12 @@ from rlworker.environments.processes.pool import ENVIRONMENT_LOG
 from rlworker.errors import NothingScored, RunError
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory, score_groups, summarise_groups
-from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup, has_zero_variance
+from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup, batch_groups, has_zero_variance
 from rlworker.tracking.log import StepClock
 
-if TYPE_CHECKING:  # most runs have none
+if TYPE_CHECKING:  # most runs have no curriculum
+    from torch import Tensor
+
     from rlworker.rollouts.curriculum import Curriculum
 
 TRAINING, CANARY, STREAM, VALIDATION = range(4)
@@ -43,6 +45,8 @@ class RolloutManager:
         phase: ``phase(clock, name)`` returns the context in which a phase of a step is timed.
         warn: is given a line of text where episodes failed, and once what an episode noted.
         curriculum: picks the prompts; without one they follow in an order that is shuffled anew in every epoch.
+        find_teaching: tells dynamic sampling which groups of a batch teach, ``[P]`` bool. Without it those teach whose
+            episodes have different rewards.
 
     Attributes:
         rollouts_done: number of training rollouts so far.
@@ -60,10 +64,11 @@ class RolloutManager:
         phase: Callable,
         warn: Callable[[str], None],
         curriculum: Curriculum | None = None,
+        find_teaching: Callable[[TrainBatch], Tensor] | None = None,
     ):
         self.config, self.codec, self.rows = config, codec, rows
         self.rollouts, self.loop, self.phase, self.warn = rollouts, loop, phase, warn
-        self.curriculum = curriculum
+        self.curriculum, self._find_teaching = curriculum, find_teaching
         self._begun, self._engines_idle_s = deque[RolloutBatch](), 0.0
         self.rollouts_done = 0
         self._since, self._prompts_before = 0, 0
@@ -74,15 +79,15 @@ class RolloutManager:
         """Draw the groups of a step, sampled by weights of ``version``, and the metrics of everything that was drawn
         for it.
 
-        With dynamic sampling, zero-variance groups are dropped, and groups of further prompts take their place (DAPO,
-        arXiv:2503.14476, section 3.2). Fewer groups than ``prompts_per_step``, or none, may be left. The list is empty
-        too where no episode sampled a token.
+        With dynamic sampling, groups that teach nothing are dropped, and groups of further prompts take their place
+        (DAPO, arXiv:2503.14476, section 3.2). Fewer groups than ``prompts_per_step``, or none, may be left. The list is
+        empty too where no episode sampled a token.
 
         Raises:
             NothingScored: every episode failed.
         """
         config, further = self.config, self.config.algorithm.parts.dynamic_sampling
-        kept_groups, zero_variance, first, rewards = [], [], self.rollouts_done, []
+        kept_groups, dropped_groups, first, rewards = [], [], self.rollouts_done, []
         if self.curriculum:
             self.curriculum.forget_before(first)
         questions = self.loop.questions if config.models else None
@@ -92,11 +97,12 @@ class RolloutManager:
             self.rollouts_done += 1
             self._note_samples(groups, version)
             rewards.append([[trajectory.reward for trajectory in group] for group in groups])
-            for group in groups:
-                (zero_variance if further and has_zero_variance(group) else kept_groups).append(group)
+            teaching = self._list_teaching(groups) if further else [True] * len(groups)
+            for group, teaches in zip(groups, teaching, strict=True):
+                (kept_groups if teaches else dropped_groups).append(group)
             if len(kept_groups) >= config.prompts_per_step:
                 break
-        drawn_groups = kept_groups + zero_variance
+        drawn_groups = kept_groups + dropped_groups
         scores = score_groups(drawn_groups, self.codec)
         if scores.all_failed:
             self.rollouts_done = first  # a run that goes on is asked the same once more
@@ -113,6 +119,14 @@ class RolloutManager:
         groups = kept_groups[: config.prompts_per_step]
         completions = (completion for group in groups for one in group for completion in one.completions)
         return groups if any(len(completion.token_ids) for completion in completions) else [], metrics
+
+    def _list_teaching(self, groups: Sequence[TrajectoryGroup]) -> list[bool]:
+        """List of groups whether they teach: groups of different rewards do, others where their advantages say so."""
+        differ = [not has_zero_variance(group) for group in groups]
+        if all(differ) or not self._find_teaching:
+            return differ
+        teaching = self._find_teaching(batch_groups(groups)).tolist()
+        return [has or teaches for has, teaches in zip(differ, teaching, strict=True)]
 
     def score_greedy(self, rows: list[Row]) -> Scores:
         """Run one episode of each row at temperature 0, and return their rewards and failures."""

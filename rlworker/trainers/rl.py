@@ -145,7 +145,7 @@ class Trainer(Run[RunConfig]):
             loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = self.codec, self.rows, self.rollouts, loop, self._phase, self._warn, self.curriculum
-        self.manager = RolloutManager(config, *parts)
+        self.manager = RolloutManager(config, *parts, find_teaching=self.objective.find_teaching)
         if config.actor.lora.start:  # with which the actor began, and no rollout engine
             self.send_weights(self.rollouts.workers)
         if config.takes_floor:
@@ -185,10 +185,11 @@ class Trainer(Run[RunConfig]):
             with self._phase(clock, "values"):
                 batch = replace(batch, values=get_values(self.critic.forward(batch)))
         batch = self.objective.add_advantages(batch)
-        if metrics["zero_variance_groups"] == metrics["groups"] and not (self.critic or self.config.algorithm.distills):
-            self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
-        elif not batch.require_column("advantages")[batch.mask].any():
-            self._warn("every advantage is 0: the rewards teach nothing in the next step")
+        if not batch.require_column("advantages")[batch.mask].any():
+            if metrics["zero_variance_groups"] == metrics["groups"]:
+                self._warn("no group has two different rewards: group-relative advantages are 0 in the next step")
+            else:
+                self._warn("every advantage is 0: the rewards teach nothing in the next step")
         with self._phase(clock, "update"):
             metrics |= self._update(batch)
         with self._phase(clock, "sync"):

@@ -9,8 +9,17 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms import advantages
-from rlworker.algorithms.advantages import add_overlong_penalty, gae, returns_to_go, turn_grpo, whiten
+from rlworker.algorithms.advantages import (
+    add_overlong_penalty,
+    gae,
+    limit_episodes,
+    returns_to_go,
+    turn_grpo,
+    whiten,
+)
 from rlworker.algorithms.losses import constant_length, sequence_mean
+from rlworker.algorithms.objective import penalize_reward
+from rlworker.config.algorithm import Algorithm
 
 EPISODES = [[6, 130, 9], [20], [0, 15], [5, 5], [1, 0], [40], [7, 3, 12], [0]]
 """Targets of each sequence of each episode."""
@@ -196,6 +205,31 @@ def test_overlong_episodes_by_hand():
     assert add_overlong_penalty(batch, max_tokens=6, buffer=4).rewards.tolist() == [1.0, 0.0, 1.0, 0.5, 1.0]
     one = TrainBatch.from_ids([[1, 2]], [1], rewards=torch.ones(1))
     assert add_overlong_penalty(one, max_tokens=1, buffer=1).rewards.tolist() == [0.0]
+
+
+def test_the_limit_of_an_episode_is_that_of_its_turns_and_of_its_sequences():
+    """A prompt of 4: one turn; four turns of 3 with 2 observed between; two turns in two sequences; none."""
+    turns = [[-1] * 4 + [0] * 3, [-1] * 4 + [0] * 3 + [-1] * 2 + [1] * 3 + [-1] * 2 + [2] * 3 + [-1] * 2 + [3] * 3]
+    turns += [[-1] * 4 + [0] * 3, [-1] * 6 + [1] * 2, [-1]]
+    batch = TrainBatch.from_ids(
+        [range(len(each)) for each in turns],
+        sampled=[[turn >= 0 for turn in each] for each in turns],
+        episode=torch.tensor([0, 1, 2, 2, 3]),
+        turn=torch.tensor([turn for each in turns for turn in each[1:]], dtype=torch.int32),
+        rewards=torch.ones(5),
+    )
+    assert limit_episodes(batch, sample_tokens=4, sequence_tokens=100).tolist() == [4, 16, 8, 1]
+    # Context is 4, 10, and 4 + 6 tokens of two sequences.
+    assert limit_episodes(batch, sample_tokens=8, sequence_tokens=12).tolist() == [8, 2, 14, 1]
+    rewards = penalize_reward(batch, Algorithm(overlong_buffer=0.5), sample_tokens=4, sequence_tokens=100).rewards
+    assert rewards.tolist() == [0.5, 0.5, 1.0, 0.75, 1.0], "3 of 4; 12 of 16; 5 of 8"
+
+
+@pytest.mark.parametrize(("sampled", "reward"), [(8, 1.0), (9, 0.5), (10, 0.0)])
+def test_one_turn_is_penalised_by_the_limit_of_a_sample(sampled, reward):
+    batch = TrainBatch.from_ids([range(3 + sampled)], [3], rewards=torch.ones(1))
+    got = penalize_reward(batch, Algorithm(overlong_buffer=0.2), sample_tokens=10, sequence_tokens=40)
+    assert got.rewards.tolist() == [reward]
 
 
 def test_aggregations_count_episodes():

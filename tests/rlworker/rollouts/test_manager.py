@@ -44,17 +44,19 @@ class Scripted(Engines):
         return [make_sample(str(place % 3), version=self.version) for place in range(count)]
 
 
-def make_manager(rows, further, prompts=4, environment=rate, loop=None):
+def make_manager(rows, further, prompts=4, environment=rate, loop=None, **algorithm):
+    from rlworker.algorithms.objective import make_objective
     from rlworker.rollouts.manager import RolloutManager
 
-    algorithm = AlgorithmConfig(dynamic_sampling=further)
+    algorithm = AlgorithmConfig(dynamic_sampling=further, **algorithm)
     rollout = VllmConfig(max_new_tokens=4, max_model_len=16)
     config = RunConfig(algorithm=algorithm, prompts_per_step=prompts, samples_per_prompt=3)
     config = replace(config, rollout=rollout, data=replace(config.data, max_prompt_tokens=8))
     engines = Scripted()
     loop = loop or make_loop(LocalPool(make_environment(environment)), engines, default=-1.0)
     phase = lambda *_: nullcontext()  # noqa: E731
-    return RolloutManager(config, make_codec(), rows, engines, loop, phase, print)
+    teaching = make_objective(config).find_teaching
+    return RolloutManager(config, make_codec(), rows, engines, loop, phase, print, find_teaching=teaching)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +273,44 @@ def test_groups_of_several_turns_are_drawn_and_dropped_as_groups_of_one():
     sample = drawn.pick(groups)[0]
     assert [turn["by"] for turn in sample["turns"]] == ["prompt", "model", "environment", "model"]
     assert sample["outcome"] == "ok" and sample["turns"][3]["reward"] == sample["reward"]
+
+
+async def take_turns(policy, row):
+    """Of a prompt of an even number one episode earns 1 in its first turn, all others in their second; of 1 and 3 all
+    earn it in their second."""
+    episode = Episode(row)
+    first = await policy.sample(episode)
+    episode.reward(float("0" in first.text and int(row.prompt) % 2 == 0))
+    episode.observe("0")
+    await policy.sample(episode)
+    episode.reward(float(not episode.rewards[0][1]))
+    return episode
+
+
+@pytest.mark.parametrize(("advantage", "kept"), [("turn_grpo", {0, 2}), ("grpo", set())])
+def test_dynamic_sampling_asks_the_advantages_which_groups_teach(advantage, kept):
+    """All episodes have the reward 1. In which turn they earned it is what `turn_grpo` learns from."""
+    groups, metrics = make_manager(ROWS[:4], 1, environment=take_turns, advantage=advantage).sample(StepClock(), 0)
+    assert {int(group[0].row.prompt) for group in groups} == kept and len(groups) == (4 if kept else 0)
+    assert metrics["zero_variance_groups"] == metrics["groups"] == 8
+
+
+def test_dynamic_sampling_asks_no_advantage_that_reads_more_than_rewards():
+    """That of a critic has no values yet: equal rewards decide."""
+    groups, _ = make_manager(ROWS[:4], 1, advantage="remax").sample(StepClock(), 0)
+    assert len(groups) == 4 and not any(map(has_zero_variance, groups))
+
+
+@pytest.mark.parametrize(("buffer", "kept"), [(0.5, 4), (0.0, 0)])
+def test_a_penalty_for_length_teaches_though_rewards_are_equal(buffer, kept):
+    """Texts of 3 tokens, of which the limit is 4, and of 2: the third of each prompt ends early."""
+    drawn = make_manager(ROWS[:4], 1, environment=lambda text, row: 0.0, overlong_buffer=buffer)
+    sample = drawn.rollouts.sample
+    drawn.rollouts.sample = lambda requests, stream: [
+        replace(one, token_ids=one.token_ids[1:], logprobs=one.logprobs[1:], spans=((0, 2),)) if place % 3 == 2 else one
+        for place, one in enumerate(sample(requests, stream))
+    ]
+    assert len(drawn.sample(StepClock(), 0)[0]) == kept
 
 
 @pytest.mark.parametrize("further", [0, 1])
