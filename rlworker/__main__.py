@@ -78,9 +78,9 @@ def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
     Args:
         arguments: RECIPE [--memory-gb N] [--forecast MACHINE] [--run-shapes [RANK ...]] [its settings], like
             recipes.grpo --model FOLDER --actor.ranks 2. RECIPE is a module's name, or a file's path like ./own.py.
-            --forecast tells the seconds of a step on h100, h200, b200, 910b, 910c or cpu. --run-shapes runs trainer
-            ranks without their machine: the first of the first, a middle and the last stage, and the last, or those
-            named.
+            Without --memory-gb a device has the memory of the platform's own. --forecast tells the seconds of a step on
+            h100, h200, b200, 910b, 910c or cpu. --run-shapes runs trainer ranks without their machine: the first of the
+            first, a middle and the last stage, and the last, or those named.
     """
     from rlworker.checks.plan.recipe import plan_recipe
 

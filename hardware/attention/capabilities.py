@@ -42,22 +42,48 @@ def find_backend(
         override: names of refused cells (``name_place``) that are used nevertheless.
 
     Raises:
-        ValueError: no backend computes the rule; the message has the reason for each backend and an alternative.
+        ValueError: no backend computes the rule; the message has the backend that comes nearest, its reason, and a
+            layout in which one does.
     """
-    refusals = []
+    backends, override = tuple(backends), tuple(override)
+    refusals = {}  # backend -> why, and what comes nearest, for each part
     for backend in backends:
-        cells = {part: TABLE[backend, kind, cp > 1, part] for part in rule.parts}
-        names = {part: name_place((backend, kind, cp > 1, part)) for part in rule.parts}
-        refused = [part for part, cell in cells.items() if not cell.honoured and names[part] not in override]
-        alone = [part for part, cell in cells.items() if cell.honoured and not cell.composes]
-        if not refused and (len(cells) == 1 or not alone):
-            return backend, tuple(cells.values())
-        refusals += [
-            f"{names[part]} is refused: {cells[part].text}; nearest: {cells[part].nearest}" for part in refused
-        ]
-        if not refused:
-            refusals.append(f"{backend} honours {' and '.join(alone)} each alone, and not together")
-    raise ValueError(f"attention: no backend honours the rule {rule} in {kind} with cp={cp}: " + ". ".join(refusals))
+        refusals[backend] = _list_refusals(backend, kind, cp, rule, override)
+        if not refusals[backend]:
+            return backend, tuple(TABLE[backend, kind, cp > 1, part] for part in rule.parts)
+    able, remedy = _find_remedy(backends, kind, cp, rule, override)
+    shown = refusals[able or min(backends, key=lambda backend: len(refusals[backend]))]
+    reasons = [reason if able else f"{reason}{nearest}" for reason, nearest in shown]
+    raise ValueError(
+        f"attention: no backend honours the rule {rule} in {kind} with cp={cp}; {remedy}. Of {len(backends)} backends "
+        f"the nearest: {'. '.join(reasons)}"
+    )
+
+
+def _list_refusals(backend: str, kind: str, cp: int, rule: Rule, override: tuple[str, ...]) -> list[tuple[str, str]]:
+    """List why a backend does not compute a rule, each reason with what comes nearest; empty where it does."""
+    cells = {part: TABLE[backend, kind, cp > 1, part] for part in rule.parts}
+    names = {part: name_place((backend, kind, cp > 1, part)) for part in rule.parts}
+    refused = [part for part, cell in cells.items() if not cell.honoured and names[part] not in override]
+    alone = [part for part, cell in cells.items() if cell.honoured and not cell.composes]
+    if not refused and len(cells) > 1 and alone:
+        return [(f"{backend} honours {' and '.join(alone)} each alone, and not together", "")]
+    return [(f"{names[part]} is refused: {cells[part].text}", f"; nearest: {cells[part].nearest}") for part in refused]
+
+
+def _find_remedy(
+    backends: tuple[str, ...], kind: str, cp: int, rule: Rule, override: tuple[str, ...]
+) -> tuple[str, str]:
+    """Find the settings with the fewest changes by which a backend computes a rule that none computes now: the backend,
+    empty without one, and what to change."""
+    other = "bshd" if kind == "thd" else "thd"
+    for new_kind, new_cp in ((other, cp), (kind, 1), (other, 1)):
+        able = [each for each in backends if not _list_refusals(each, new_kind, new_cp, rule, override)]
+        if able:
+            changes = [f"--actor.layout {new_kind}"] if new_kind != kind else []
+            changes += ["--actor.cp 1"] if new_cp != cp else []
+            return able[0], f"set {' and '.join(changes)}, in which {able[0]} does"
+    return "", "nor does one in another layout; take another platform or another model"
 
 
 def list_override_warnings(override: Iterable[str]) -> list[str]:

@@ -20,6 +20,7 @@ def check_beside_actor(
     config: MegatronConfig,
     platform_name: str,
     longest: int,
+    is_whole: bool = True,
 ) -> ModelSpec:
     """Read the model of a critic, the reference or a teacher, and check it against the actor's.
 
@@ -27,6 +28,7 @@ def check_beside_actor(
         role: role of the model, as in ``RunConfig.models``. name: name of the model. find: returns the folder of a
             model, given its name.
         actor: the actor's model. config: settings of the engine. longest: tokens of the longest sequence.
+        is_whole: whether the folders have more than config.json, which is checked as well.
 
     Raises:
         ValueError: the engine cannot hold the model, or the model processes images otherwise, has other tokens, or
@@ -35,8 +37,8 @@ def check_beside_actor(
     option = {"critic": "--critic.model", "reference": "--algorithm.reference"}.get(role, "--distill.teachers")
     try:
         model = ModelSpec.from_folder(find(name), head="value" if role == "critic" else "language")
-        check_trainable(model, config, platform_name)
-        check_same_image_processing(model, actor)
+        check_trainable(model, config, platform_name, is_whole)
+        check_same_image_processing(model, actor, is_whole)
         check_same_tokens(model, actor)
     except ValueError as error:
         raise ValueError(f"{role} ({option}): {error}") from None
@@ -69,8 +71,12 @@ def check_same_tokens(model: ModelSpec, actor: ModelSpec) -> None:
         )
 
 
-def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:
-    """Raise ValueError if a model and the actor differ in tokens or pixels of images, or one has no vision."""
+def check_same_image_processing(model: ModelSpec, actor: ModelSpec, is_whole: bool = True) -> None:
+    """Raise ValueError if a model and the actor differ in tokens or pixels of images, or one has no vision.
+
+    Args:
+        is_whole: as of ``check_beside_actor``; without the folders' processors pixels are not compared.
+    """
     seeing = [(spec.folder, spec.vision) for spec in (model, actor) if spec.vision]
     if not seeing:
         return
@@ -84,6 +90,8 @@ def check_same_image_processing(model: ModelSpec, actor: ModelSpec) -> None:
             f"model: {model.folder!r} has image tokens {tokens[0]} and patches {cut[0]}, the actor {tokens[1]} and "
             f"{cut[1]}; take two models of the same family and size of patches"
         )
+    if not is_whole:
+        return
     from engines.images.processor import ImageProcessor
 
     settings, actor_settings = (_read_pixel_settings(ImageProcessor(*one)) for one in seeing)

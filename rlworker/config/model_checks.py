@@ -13,18 +13,21 @@ from hardware.platform import Platform
 from hardware.platforms import get_platform
 
 
-def check_engines(folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig) -> ModelSpec:
+def check_engines(
+    folder: str, platform_name: str, actor: MegatronConfig, rollout: VllmConfig, is_whole: bool = True
+) -> ModelSpec:
     """Read a model's config and the names and shapes of its weights, and check that both engines can hold it.
 
     Args:
         folder: the model's folder. platform_name: name of the platform. actor, rollout: settings of the engines.
+        is_whole: whether the folder has more than config.json, which is checked as well.
 
     Raises:
         ValueError: an engine cannot hold the model.
     """
     model = ModelSpec.from_folder(folder)
     actor.check_spread(model)
-    check_trainable(model, actor, platform_name)
+    check_trainable(model, actor, platform_name, is_whole)
     check_rollout(model, platform_name, rollout)
     return model
 
@@ -47,11 +50,16 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
     _check_cache(model, rollout, platform)
 
 
-def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str) -> None:
-    """Raise ValueError if a training engine cannot hold the model, or the model's folder lacks its weights."""
+def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str, is_whole: bool = True) -> None:
+    """Raise ValueError if a training engine cannot hold the model, or the model's folder lacks its weights.
+
+    Args:
+        is_whole: as of ``check_engines``.
+    """
     config.check_model(model)
     check_rules(model, config, get_platform(platform_name))
-    check_folder(model)
+    if is_whole:
+        check_folder(model)
 
 
 def check_folder(model: ModelSpec) -> None:

@@ -324,16 +324,17 @@ class RunConfig(TrainingConfig):
         """Tell whether trainers and rollout engines all compute in float32."""
         return {*self.dtypes.values()} == {"float32"}
 
-    def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:
+    def check_models(self, find: FindModel = find_model, is_whole: bool = True) -> dict[str, ModelSpec]:
         """Return role -> model for every model of the run, checked against the engines that will hold it.
 
         Args:
             find: returns the folder of a model, given its name.
+            is_whole: whether folders have more than config.json, which is checked as well.
 
         Raises:
             ValueError: an engine cannot hold a model, or a model has fewer tokens than another setting needs.
         """
-        specs = {"actor": check_engines(find(self.model), self.platform, self.actor, self.rollout)}
+        specs = {"actor": check_engines(find(self.model), self.platform, self.actor, self.rollout, is_whole)}
         if (top := self.top_logprobs) > (vocab := specs["actor"].vocab):
             key = ("algorithm", "score_centering") if self.algorithm.score_centering else ("distill", "top_k")
             raise ValueError(
@@ -345,6 +346,14 @@ class RunConfig(TrainingConfig):
                 from rlworker.config.beside_actor import check_beside_actor
 
                 engine = self.actor if role == "critic" else self.actor.base_settings
-                beside = specs["actor"], engine, self.platform, self.longest
-                specs[role] = check_beside_actor(role, folder, find, *beside)
+                specs[role] = check_beside_actor(
+                    role,
+                    folder,
+                    find,
+                    actor=specs["actor"],
+                    config=engine,
+                    platform_name=self.platform,
+                    longest=self.longest,
+                    is_whole=is_whole,
+                )
         return specs

@@ -73,18 +73,19 @@ class SftConfig(TrainingConfig):
         """The only group of workers: name, ranks, devices of a rank, and consecutive ranks that must share a node."""
         return [("actor", self.actor.ranks, 1, self.actor.tp)]
 
-    def check_models(self, find: FindModel = find_model) -> dict[str, ModelSpec]:
+    def check_models(self, find: FindModel = find_model, is_whole: bool = True) -> dict[str, ModelSpec]:
         """Return role -> model for the only model, checked against the engine that will hold it.
 
         Args:
             find: returns the folder of a model, given its name.
+            is_whole: whether the folder has more than config.json, which is checked as well.
 
         Raises:
             ValueError: the engine cannot hold the model, or the model has fewer positions than the longest row.
         """
         model = ModelSpec.from_folder(find(self.model))
         self.actor.check_spread(model)
-        check_trainable(model, self.actor, self.platform)
+        check_trainable(model, self.actor, self.platform, is_whole)
         if self.longest > model.max_positions:
             raise ValueError(
                 f"config: max_prompt_tokens + max_answer_tokens = {self.longest} is above the model's "

@@ -56,7 +56,7 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             folder = check_run(config)
             running.callback(folder.release)
             try_rewards(environment, config, list_sources(config), folder.path / ENVIRONMENT_LOG)
-            log_start("settings, folders, fields of rows and the reward are checked")
+            log_start("settings, folders and fields of rows are checked")
             if config.shares_base:
                 log_start("the critic shares the actor's weights, beside adapters and a head of its own")
             # The main thread gets the signals of the other, too; it may hold them back.

@@ -14,13 +14,12 @@ import numpy as np
 from engines.batch.beginnings import choose_sharing, group_prompts
 from engines.batch.schedule import plan_schedule
 from engines.config import MegatronConfig
-from engines.config.served import read_shape
 from engines.megatron.memory.activations import count_copied_slots
 from engines.megatron.memory.estimate import estimate_padding
-from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from rlworker.checks.plan.changes import describe_forecast
+from rlworker.checks.plan.refusals import check_nodes, check_start
 from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, run_cases
 from rlworker.config.command_line import parse_config
 from rlworker.config.memory import (
@@ -65,37 +64,30 @@ def plan_recipe(
     Args:
         recipe: name of a module or path of a file, which has its settings in ``DEFAULT``.
         settings: options of the recipe's command line.
-        memory_gb: memory of the device of each process; 0 takes this machine's memory for all processes together.
+        memory_gb: memory of the device of each process; 0 takes that of a device of the platform's node, or on a
+            platform without devices this machine's memory for all processes together.
         ranks: trainer ranks to run in shapes as well; none chooses some, None runs none.
         machine: name of the machine on which a step is forecast; empty forecasts none.
 
     Raises:
         RunError: a rank failed in shapes.
-        ValueError: the recipe is missing, the settings do not fit each other or the models, the memory is no size, or
-            no forecast is known.
+        ValueError: the recipe is missing, the start would refuse the settings by the models' config.json, the memory is
+            no size, or no forecast is known.
     """
     if not memory_gb >= 0:  # NaN too
         raise ValueError(
-            f"plan: --memory-gb is {memory_gb:g}, expected the GB of a device; leave it out to plan for this machine"
+            f"plan: --memory-gb is {memory_gb:g}, expected the GB of a device; leave it out to plan for the platform's "
+            "own"
         )
     default = _import_default(recipe)
     config = parse_config(default, args=settings, prog=f"rlworker plan {recipe}")
     if not config.model:
         raise ValueError(f"plan: {recipe} names no model; set --model FOLDER, a folder with config.json")
-    models = {}
-    for role, folder in config.roles.items():
-        folder = find_model(folder, files=["config.json"])
-        models[role] = ModelSpec.from_folder(folder, head="value" if role == "critic" else "language")
-        config.actor.check_model(models[role])
-    config.actor.check_spread(models["actor"])
-    if isinstance(config, RunConfig):
-        config.rollout.check_cut(models["actor"])
-    served = {}
-    for name, own in config.models.items() if isinstance(config, RunConfig) else ():
-        own.check(name)
-        served[name] = read_shape(find_model(own.model, files=["config.json"]), name, own)
+    models, served = check_start(config)
     plan = make_plan(config, models, served)
     plan = replace(plan, batch=plan.batch | _describe_sharing(config, models["actor"]))
+    node = get_platform(config.platform).node
+    memory_gb = memory_gb or (node.device_gb if node else 0.0)
     text, fits = _judge(config, models, served, plan, memory_gb)
     text = f"{describe_plan(plan)}\n{text}"
     text += f"\n\n{describe_forecast(config, models, machine)}" if machine else ""
@@ -256,6 +248,7 @@ def find_nearest(config: Config, models: dict[str, ModelSpec], memory_gb: float)
             for model in models.values():
                 other.check_model(model)
             changed = replace(config, actor=other)  # other settings may refuse it, such as engines on the same devices
+            check_nodes(changed)
         except ValueError:
             continue
         changes = _list_changes(actor, other)

@@ -63,11 +63,12 @@ def make_engine_config(model: ServedModel, config: RunConfig) -> VllmConfig:
     return VllmConfig(**sizes, **shared)
 
 
-def check_served(config: RunConfig, find: FindModel) -> dict[str, ServedModel]:
+def check_served(config: RunConfig, find: FindModel, is_whole: bool = True) -> dict[str, ServedModel]:
     """Read the served models of a run, by name, and check that their engines can hold them.
 
     Args:
         find: returns the folder of a model, given its name.
+        is_whole: whether folders have more than config.json, which is checked as well.
 
     Raises:
         ValueError: a folder, a judge's file or a setting cannot be used; the message names the model.
@@ -78,10 +79,11 @@ def check_served(config: RunConfig, find: FindModel) -> dict[str, ServedModel]:
         try:
             folder = find(own.model)
             spec = read_shape(folder, name, own)
-            list_model_files(folder)
             form = JudgeForm.read(own.template) if own.template else None
-            arguments = form.chat_template_args if form else {}
-            load_tokenizer(folder, arguments, answers=own.kind == "judge", section=own.template)
+            if is_whole:
+                arguments = form.chat_template_args if form else {}
+                list_model_files(folder)
+                load_tokenizer(folder, arguments, answers=own.kind == "judge", section=own.template)
             served[name] = ServedModel(name, own, spec, form)
             longest = min(own.max_model_len, spec.max_positions)
             if form and form.answer_tokens >= longest:
@@ -90,7 +92,8 @@ def check_served(config: RunConfig, find: FindModel) -> dict[str, ServedModel]:
                     f"tokens; lower it, or raise --models.{name}.max-model-len"
                 )
             if isinstance(spec, ModelSpec):
-                check_folder(spec)
+                if is_whole:
+                    check_folder(spec)
                 check_rollout(spec, config.platform, make_engine_config(served[name], config))
         except ValueError as error:
             text = str(error)

@@ -168,7 +168,7 @@ def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
     CpuPlatform().build_attention_inputs(spec, rotary)
     refused = dataclasses.replace(TABLE[place], honoured=False, text="it was flipped", nearest="another")
     monkeypatch.setitem(capabilities.TABLE, place, refused)
-    with pytest.raises(ValueError, match=f"{name_place(place)} is refused: it was flipped; nearest: another"):
+    with pytest.raises(ValueError, match=f"{name_place(place)} is refused: it was flipped"):
         CpuPlatform().build_attention_inputs(spec, rotary)
     CpuPlatform().build_attention_inputs(spec, rotary, override=(name_place(place),))
 
@@ -179,6 +179,20 @@ def test_the_first_backend_that_honours_a_rule_is_taken():
     assert find_backend(backends, "thd", 2, CAUSAL)[0] == "npu_mode3"
     assert find_backend(backends, "thd", 1, Rule(window=4))[0] == "npu_mode4"
     assert find_backend(backends, "bshd", 1, Rule(images=True))[0] == "npu_mode1"
+
+
+@pytest.mark.parametrize("rule", [Rule(images=True), Rule(window=4, images=True)])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_refusal_is_short_and_names_the_option_that_mends_it(rule, cp):
+    backends = get_platform("npu").attention_backends
+    with pytest.raises(
+        ValueError, match=r"; set --actor.layout bshd, in which npu_mode1 does\. .* npu_mode1/thd/"
+    ) as error:
+        find_backend(backends, "thd", cp, rule)
+    assert len(str(error.value)) < 320, "the reason of one backend, and not of each"
+    assert find_backend(backends, "bshd", cp, rule)[0] == "npu_mode1"
+    with pytest.raises(ValueError, match="nor does one in another layout; take another platform or another model"):
+        find_backend(("torch_delta",), "thd", cp, rule)
 
 
 def test_rules_told_by_different_means_do_not_add_up():

@@ -16,6 +16,8 @@ from engines.models.spec import ModelSpec
 from hardware.platform import KernelMemory
 from rlworker.__main__ import main
 from rlworker.checks.plan.recipe import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
+from rlworker.checks.plan.refusals import check_nodes
+from rlworker.checks.tiny.models import LARGE_WEIGHTS, make_bare_tokenizer, make_tiny_vlm
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.memory import judge_machine
 from rlworker.config.run import RunConfig
@@ -351,3 +353,74 @@ def test_what_is_no_recipe_is_said_in_a_line(recipe):
 def test_a_memory_that_is_no_size_is_refused(size):
     with pytest.raises(ValueError, match=rf"^plan: --memory-gb is {size:g}, expected the GB of a device; leave it out"):
         plan_recipe("recipes.grpo", [], size)
+
+
+TINY = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 1024}
+TINY |= {"num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 512}
+TINY |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+TINY |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+NPU = ["--platform", "npu", "--actor.ranks", "32"]
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (TINY, [*NPU, "--rollout.replay-routes"], "replay_routes has no recorder of experts on platform 'npu'"),
+        (
+            TINY,
+            [*NPU, "--actor.tp", "32"],
+            "actor.tp=32 needs 32 devices of one node, and a node of platform 'npu' has",
+        ),
+        (TINY, [*NPU, "--rollout.tp", "32"], "rollout.tp=32 needs 32 devices of one node, .*; lower --rollout.tp"),
+        (TINY, ["--rollout.max-model-len", "8192"], "max_model_len=8192 is above the model's 4096 positions"),
+        (TINY, ["--rollout.top-k", "600"], "top_k=600 is above the 512 tokens"),
+        (TINY, ["--rollout.kv-cache-mb", "1"], "kv_cache_mb=1 gives 1 MB to keys and values"),
+        (TINY | {"head_dim": 24}, ["--platform", "npu"], "has no attention for the model's head_dim 24"),
+        (TINY | {"eos_token_id": 512}, [], "has eos_token_id 512, the model has 512 tokens"),
+        (TINY, ["--algorithm.score-centering", "600"], "score_centering=600 is above the 512 tokens"),
+    ],
+)
+def test_a_plan_refuses_what_the_start_refuses(tmp_path, config, settings, message):
+    """By config.json alone: nothing else is in the folder."""
+    folder = write_config(tmp_path, config)
+    with pytest.raises(ValueError, match=message):
+        plan_recipe("recipes.grpo", ["--model", folder, *settings], 80.0)
+
+
+def test_images_both_ways_on_an_npu_are_refused_by_the_plan(tmp_path):
+    """Gemma 3's, by its rollout in bshd, and by its trainer in thd."""
+    sizes = LARGE_WEIGHTS | {"head_dim": 64}
+    folder = make_tiny_vlm(tmp_path, "gemma3", make_bare_tokenizer(), 131, language=sizes)
+    settings = [
+        "--model",
+        folder,
+        "--platform",
+        "npu",
+        "--rollout.max-model-len",
+        "131",
+        "--data.max-prompt-tokens",
+        "8",
+    ]
+    settings += ["--rollout.max-new-tokens", "8"]
+    with pytest.raises(ValueError, match=r"honours the rule .*images.* in thd with cp=1; set --actor.layout bshd"):
+        plan_recipe("recipes.grpo", settings, 64.0)
+    with pytest.raises(ValueError, match=r"rollout: no backend honours a model with the rules .*images"):
+        plan_recipe("recipes.grpo", [*settings, "--actor.layout", "bshd"], 64.0)
+
+
+@pytest.mark.parametrize(("platform", "gb"), [("npu", 64), ("cuda", 80)])
+def test_without_a_size_a_device_is_that_of_the_platforms_node(tmp_path, monkeypatch, platform, gb):
+    """And not this host's memory, on which no card's process lies."""
+    monkeypatch.setattr("rlworker.config.memory._read_machine_bytes", lambda: 2**20)
+    text, fits = plan_recipe("recipes.grpo", ["--model", write_config(tmp_path, TINY), "--platform", platform], 0.0)
+    assert fits and f"Every process fits into {gb} GB" in text
+    text, fits = plan_recipe("recipes.grpo", ["--model", write_config(tmp_path, TINY)], 0.0)
+    assert not fits and "All processes on this machine" in text, "a CPU has no devices"
+
+
+def test_the_nearest_sizes_stay_within_a_node(tmp_path):
+    config = config_of(write_config(tmp_path, QWEN_7B), actor=MegatronConfig(dtype="bfloat16"), platform="cuda")
+    models = {"actor": ModelSpec.from_folder(str(tmp_path))}
+    assert "--actor.tp 16" not in find_nearest(config, models, 8.0)
+    with pytest.raises(ValueError, match=r"actor.tp=16 needs 16 devices of one node"):
+        check_nodes(replace(config, actor=MegatronConfig(ranks=16, tp=16, dtype="bfloat16")))
