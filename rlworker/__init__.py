@@ -10,8 +10,9 @@
 - ``launch``, ``launch_supervised``: from settings to a trained model; ``Trainer``, ``SftTrainer``: step by step.
 - ``RunConfig``, ``SftConfig`` and their sections: the settings; ``parse_config`` reads them from the command line.
 - ``Row``, ``TrainBatch``: what rewards and advantages are given.
-- ``Episode``, ``Policy``, ``answer_calls``, ``ToolFailure``: to write an environment; ``Environment`` is its type.
-- ``combine_parts``, ``Verdict``, ``NoVerdict``: rewards by models, which ``ServedModelConfig`` names.
+- ``Episode``, ``Policy``, ``answer_calls``: to write an environment; ``Environment`` is its type. It may catch
+  ``ToolFailure``, ``EpisodeLimit`` and ``NoVerdict``.
+- ``combine_parts``, ``Verdict``: rewards by models, which ``ServedModelConfig`` names.
 - ``Scorer``, ``batch_reward``, ``exact_match``, ``one_turn``: reward functions, and the one-turn environment of one.
 - ``advantages``, ``losses``: modules of plain functions to choose from and to write beside.
 - ``keeping_workers``: processes that go on from run to run, for a sweep.
@@ -30,7 +31,7 @@ import hardware
 # ruff: noqa: F401  the names under TYPE_CHECKING are for editors and for checkers of types
 if TYPE_CHECKING:
     from engines.batch.batch import TrainBatch
-    from engines.config import MegatronConfig, OptimizerConfig, ServedModelConfig, VllmConfig
+    from engines.config import LoraConfig, MegatronConfig, OptimizerConfig, ServedModelConfig, VllmConfig
     from rlworker.algorithms import advantages, losses
     from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.config.algorithm import AlgorithmConfig, DistillConfig
@@ -47,10 +48,12 @@ if TYPE_CHECKING:
         RecoveryConfig,
     )
     from rlworker.config.sft import SftConfig
+    from rlworker.config.validation import ValidationConfig
     from rlworker.data.rows import Row
     from rlworker.environments import (
         Environment,
         Episode,
+        EpisodeLimit,
         NoVerdict,
         Policy,
         Scorer,
@@ -70,7 +73,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "engines.batch.batch": ("TrainBatch",),
-    "engines.config": ("MegatronConfig", "OptimizerConfig", "ServedModelConfig", "VllmConfig"),
+    "engines.config": ("LoraConfig", "MegatronConfig", "OptimizerConfig", "ServedModelConfig", "VllmConfig"),
     "rlworker.cluster.worker_pool": ("keeping_workers",),
     "rlworker.config.algorithm": ("AlgorithmConfig", "DistillConfig"),
     "rlworker.config.command_line": ("parse_config",),
@@ -86,10 +89,12 @@ _HOMES = {
         "RecoveryConfig",
     ),
     "rlworker.config.sft": ("SftConfig",),
+    "rlworker.config.validation": ("ValidationConfig",),
     "rlworker.data.rows": ("Row",),
     "rlworker.environments": (
         "Environment",
         "Episode",
+        "EpisodeLimit",
         "NoVerdict",
         "Policy",
         "Scorer",

@@ -16,6 +16,9 @@ from hardware.platforms import PLATFORMS
 from rlworker.config.algorithm import Algorithm
 from rlworker.config.changes import flatten_config
 from rlworker.config.run import RunConfig, TrainingConfig
+from rlworker.errors import show_settings_errors
+
+show_settings_errors()  # a recipe makes its default settings next
 
 Config = TypeVar("Config")
 
@@ -51,7 +54,10 @@ def parse_config(
         )
     args = _spell_options(args, switches)
     if isinstance(default, TrainingConfig):
-        default = _fit_default(default, args)
+        try:
+            default = _fit_default(default, args)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
     parse = partial(tyro.cli, description=description, prog=prog)
     if help_options := {"-h", "--help"} & {*args}:
         from rlworker.config.help.sections import show_help

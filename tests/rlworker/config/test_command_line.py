@@ -1,6 +1,8 @@
 """What a command line sets, what its help shows, and what it says of options that are not there."""
 
 import re
+import runpy
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,6 +17,7 @@ from rlworker.config.changes import flatten_config
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
+from rlworker.errors import explain_settings
 
 
 @dataclass(frozen=True)
@@ -172,3 +175,49 @@ def test_a_key_of_a_recipes_own_means_what_it_says():
 def test_a_supervised_recipe_that_is_to_evaluate_names_another():
     said, _ = parse(SftConfig(), "--model", "folder", "--evaluate")
     assert "has no reward to evaluate by; evaluate its checkpoint by an RL recipe, such as recipes.grpo" in said
+
+
+WRONG_DEFAULTS = {
+    "of one section": "DEFAULT = RunConfig(actor=MegatronConfig(ranks=3, tp=2))",
+    "between sections": "DEFAULT = RunConfig(steps=10, critic=CriticConfig(train=True, warmup_steps=50))",
+    "of its own class": "@dataclass(frozen=True)\nclass Own(RunConfig):\n    level: int = 1\nDEFAULT = Own(steps=0)",
+    "changed": "DEFAULT = replace(RunConfig(), steps=0)",
+}
+RECIPE = """from dataclasses import dataclass, replace
+from rlworker import CriticConfig, MegatronConfig, RunConfig, launch, parse_config
+{made}
+"""
+
+
+@pytest.mark.parametrize("kind", WRONG_DEFAULTS)
+def test_wrong_settings_of_a_recipe_are_said_in_a_line_with_their_place(tmp_path, capsys, kind):
+    """For --help too: the recipe fails before it reads its command line."""
+    path = tmp_path / "own.py"
+    path.write_text(RECIPE.format(made=WRONG_DEFAULTS[kind]))
+    with pytest.raises(ValueError) as error:
+        runpy.run_path(str(path))
+    sys.excepthook(error.type, error.value, error.tb)  # as Python does where a program ends so
+    said = capsys.readouterr().err
+    last = len(path.read_text().splitlines())
+    assert said.startswith("error: ") and said.count("\n") == 1 and f"{path}:{last}" in said, said
+    assert str(error.value) in said and "before any option is read; change them there" in said
+
+
+@pytest.mark.parametrize("code", ["int('one')", "raise KeyError('level')", "RunConfig(setps=1)"])
+def test_other_errors_of_a_recipe_are_pythons(tmp_path, capsys, code):
+    (tmp_path / "own.py").write_text(RECIPE.format(made=code))
+    with pytest.raises(Exception) as error:
+        runpy.run_path(str(tmp_path / "own.py"))
+    assert explain_settings(error.value) is None
+    sys.excepthook(error.type, error.value, error.tb)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_default_that_cannot_be_moved_is_said_in_a_line():
+    @dataclass(frozen=True)
+    class Fitted(RunConfig):
+        def fit_to_model(self):
+            raise ValueError("model: it has no sizes here")
+
+    said, config = parse(Fitted(), "--steps", "3")
+    assert said == "error: model: it has no sizes here" and not config
