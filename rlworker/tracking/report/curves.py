@@ -239,9 +239,16 @@ def choose_curves(runs: Sequence[RunRecord]) -> tuple[list[Curve], dict[str, flo
         shown = {name: label for name, label in curve.lines.items() if name in names and name not in at_rest}
         if shown:
             is_whole = len(shown) == len(curve.lines)
-            title = curve.title if is_whole or len(shown) > 1 else f"{curve.title}: {next(iter(shown.values()))}"
+            title = curve.title
+            if not is_whole and len(shown) == 1:
+                title = _add_label(title, next(iter(shown.values())))
             curves.append(replace(curve, title=title, lines=shown, band=curve.band and is_whole))
     return curves, at_rest
+
+
+def _add_label(title: str, label: str) -> str:
+    """Add the label of its only line to a plot's title, unless the title says it."""
+    return title if label.lower() in title.lower() else f"{title}: {label}"
 
 
 def _name_further(runs: Sequence[RunRecord]) -> Iterator[Curve]:
@@ -283,8 +290,9 @@ def make_plots(runs: Mapping[str, RunRecord], curves: Sequence[Curve]) -> dict:
         runs: name of a run -> run. curves: the curves to plot, from ``choose_curves``.
 
     Returns:
-        ``plots``: a list of curves as dicts. ``runs``: for each run its ``name``, ``axes`` (``step``, ``tokens`` and
-            ``seconds`` -> positions), ``numbers`` (metric -> positions and values) and ``width``, lines per stretch.
+        ``plots``: a list of curves as dicts, each with its vertical ``range`` or None. ``runs``: for each run its
+            ``name``, ``axes`` (``step``, ``tokens`` and ``seconds`` -> positions), ``numbers`` (metric -> positions and
+            values) and ``width``, lines per stretch.
     """
     plots: list[dict[str, Any]] = [asdict(curve) | {"stack": False} for curve in curves]
     most = MOST_LINES
@@ -292,14 +300,34 @@ def make_plots(runs: Mapping[str, RunRecord], curves: Sequence[Curve]) -> dict:
         apart = [(plot, name, label) for plot in plots for name, label in plot["lines"].items()]
         plots = [plot | {"lines": {name: label}, "band": False} for plot, name, label in apart]
         for one, (plot, _, label) in zip(plots, apart, strict=True):
-            one["title"] += f": {label}" if len(plot["lines"]) > 1 else ""
+            one["title"] = _add_label(one["title"], label) if len(plot["lines"]) > 1 else one["title"]
         most = max(_FEWEST_LINES, 2 * MOST_LINES // len(runs))
     elif phases := list_phases(next(iter(runs.values())).steps):
         labels = {name: name.removeprefix("time_") for name in phases}
         good = "Good: rollout and update take nearly all of a step, and no phase grows."
         plots.append(asdict(Curve("Seconds of a step by phase", labels, good)) | {"stack": True})
     metrics = list(dict.fromkeys(name for plot in plots for name in plot["lines"]))
-    return {"plots": plots, "runs": [_collect_numbers(name, run, metrics, most) for name, run in runs.items()]}
+    numbers = [_collect_numbers(name, run, metrics, most) for name, run in runs.items()]
+    for plot in plots:
+        names = plot["lines"].keys()
+        plot["range"] = _choose_range(
+            [column for run in numbers for name, column in run["numbers"].items() if name in names]
+        )
+    return {"plots": plots, "runs": numbers}
+
+
+def _choose_range(columns: Sequence[Sequence]) -> list[float] | None:
+    """Choose the vertical range of a plot whose numbers are all one: from 0 to twice it.
+
+    None leaves it to plotly, which would draw 1e-6 from -1 to 1.
+
+    Args:
+        columns: places and numbers of each line.
+    """
+    values = {value for _, numbers in columns for value in numbers}
+    if len(values) != 1 or 0 in values:
+        return None
+    return sorted([0.0, 2.0 * values.pop()])
 
 
 def _collect_numbers(run_name: str, run: RunRecord, metrics: Sequence[str], most: int) -> dict:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -15,6 +16,8 @@ _MOST_CHARACTERS = 4000
 """Most characters of a text; the middle of a longer text is left out."""
 _ROW_BYTES = 300
 """Most bytes of a row of the page without its texts."""
+_REPEATED = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{2,20}\])\1{3,}")
+"""A token such as ``<|image_pad|>``, which stands once for each part of an image, four times or more."""
 _THUMBNAIL = 160
 """Pixels of a shown image's longer side."""
 
@@ -67,7 +70,8 @@ def show_sample(sample: dict) -> dict:
 
 
 def cut_text(text: str) -> str:
-    """Leave out the middle of a long text, and say how much it was."""
+    """Fold repeated tokens, leave out the middle of a text that is long nevertheless, and say how much it was."""
+    text = _REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])}", text)
     if len(text) <= _MOST_CHARACTERS:
         return text
     head, tail = 3 * _MOST_CHARACTERS // 4, _MOST_CHARACTERS // 4

@@ -302,3 +302,36 @@ def test_the_first_and_the_last_validation_are_shown_by_set_and_source(folder):
     assert "<tr><th>set</th><th>source</th><th>rows</th><th>greedy</th><th>pass@4</th></tr>" in page
     assert "<tr><td>aime</td><td>2024</td><td>2</td><td>0.750</td><td>0.500</td></tr>" in page
     assert "<td>heldout</td><td></td><td>2</td><td>0.250</td>" in page
+
+
+def test_tokens_of_images_are_folded(folder):
+    """Two images of hundreds of tokens hid the question between them."""
+    pads = "<|vision_start|>" + "<|image_pad|>" * 300 + "<|vision_end|>"
+    write_samples(folder, range(1, 2), f"{pads}{pads}How many? <IMG_CONTEXT><IMG_CONTEXT>" + "[IMG]" * 5)
+    page = write_report(folder).read_text()
+    shown = "&lt;|vision_start|&gt;&lt;|image_pad|&gt; x 300&lt;|vision_end|&gt;"
+    assert f"{shown}{shown}How many? &lt;IMG_CONTEXT&gt;&lt;IMG_CONTEXT&gt;[IMG] x 5" in page
+    assert page.count("image_pad") == 2 * 8 * 8, "once for each image of each turn"
+    assert "characters are left out" not in page
+
+
+def test_a_constant_is_drawn_where_it_is(folder):
+    """plotly draws a constant of 1e-6 between -1 and 1, where it looks like 0."""
+    lines = [{"step": step, "time_step": 2.0, "lr": 1e-6, "reward": 0.1 * step, "penalty": -0.5} for step in (1, 2, 3)]
+    write_lines(folder, [line | {"kl": 0.0, "logprob_diff_mean": 1e-7} for line in lines])
+    plots = {next(iter(plot["lines"])): plot for plot in read_data(write_report(folder).read_text())["plots"]}
+    assert plots["lr"]["range"] == [0.0, 2e-6] and plots["penalty"]["range"] == [-1.0, 0.0]
+    assert plots["reward"]["range"] is None and plots["kl"]["range"] is None
+    assert "layout.yaxis.range = plot.range" in (folder / "report.html").read_text()
+
+
+def test_a_title_says_nothing_twice(folder):
+    lines = [{"step": 1, "time_step": 2.0, "lr": 1e-6, "grad_norm": 1.0, "clip_fraction": 0.1, "memory_gb": 2.0}]
+    write_lines(folder, lines)
+    titles = [plot["title"] for plot in read_data(write_report(folder).read_text())["plots"]]
+    assert titles == [
+        "Clip fraction (share of tokens): policy",
+        "Gradient norm before clipping",
+        "Learning rate",
+        "Largest memory of a process (GB): training",
+    ]
