@@ -289,6 +289,14 @@ class Platform(Protocol):
         """
         raise NotImplementedError
 
+    def check_vllm_features(self, backend: str, spreads_experts: bool) -> None:
+        """Raise ValueError if the installed version of vLLM is too old for what a rollout asks of it here.
+
+        Args:
+            backend: its attention's. spreads_experts: whether each device of an engine has some of the experts whole.
+        """
+        return
+
     def find_rollout_worker(self, backend: str) -> RolloutWorkerClass:
         """Return the vLLM worker class that computes attention by ``backend``, one of ``rollout_backends``."""
         return RolloutWorkerClass()  # vLLM refuses a backend that does not know the rules of a model, and takes another

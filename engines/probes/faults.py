@@ -17,6 +17,7 @@ from engines.probes.planted import adapter_faults, expert_faults, form_faults, s
 from hardware.attention.cell import Patch
 from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.platform import Platform
+from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS, TIED_HEADS, Feature
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Fault:
         model: HuggingFace model_type of a tiny model on which it shows.
         replays: whether it shows only under router replay, which not every platform has.
         backend: rollout backend whose code it patches; empty where vLLM has the code with every backend.
+        feature: part of vLLM without which it cannot show; None if every version has what it needs.
     """
 
     patches: Callable[[], list[Patch]] | None
@@ -41,9 +43,12 @@ class Fault:
     model: str = "qwen2"
     replays: bool = False
     backend: str = ""
+    feature: Feature | None = None
 
     def can_show(self, platform: Platform) -> bool:
         """Tell whether the fault can show on a platform: it has the code that the fault patches."""
+        if self.feature and not self.feature.is_there:
+            return False
         return (platform.records_routes or not self.replays) and self.backend in ("", *platform.rollout_backends)
 
 
@@ -238,7 +243,9 @@ def _backward_drops_a_rank() -> list[Patch]:
 
 
 _late = partial(Fault, found_by="weight sync", where="rollouts")
-_images = partial(Fault, found_by="rollout", where="rollouts", model="gemma3", backend="vllm_cpu_images")
+_images = partial(
+    Fault, found_by="rollout", where="rollouts", model="gemma3", backend="vllm_cpu_images", feature=CAUSAL_FLAGS
+)
 _mixture = partial(Fault, model="qwen2_moe", spread="ep")
 _glm = partial(Fault, model="glm4_moe", spread="etp")
 FAULTS: dict[str, Fault] = {
@@ -252,7 +259,7 @@ FAULTS: dict[str, Fault] = {
     "a layer that computes otherwise": Fault(_layer_computes_otherwise, "layouts"),
     "a column shifted": Fault(_column_shifted, "gradients"),
     "stale weights": _late(partial(sync_faults.leave_out, ".layers.1.")),
-    "a tied head left behind": _late(partial(sync_faults.leave_packed, "_repack_tied_heads")),
+    "a tied head left behind": _late(partial(sync_faults.leave_packed, "_repack_tied_heads"), feature=TIED_HEADS),
     "two names swapped on the way": Fault(sync_faults.swap_names, "weight sync"),
     "rotation from the wrong positions": Fault(_wrong_positions, "layouts", spread="cp"),
     "context-parallel chunks swapped": Fault(_chunks_swapped, "attention", spread="cp"),
@@ -260,7 +267,7 @@ FAULTS: dict[str, Fault] = {
     "features one row off": Fault(_features_one_row_off, "layouts", model="qwen3_vl"),
     "positions of the neighbour": Fault(_positions_of_the_neighbour, "layouts", model="qwen3_vl"),
     **{
-        name: Fault(patches, "layouts", model="gemma3")
+        name: Fault(patches, "layouts", model="gemma3", feature=CAUSAL_FLAGS)
         for name, patches in {
             "rotary kinds swapped": form_faults.swap_rotary_kinds,
             "a norm without its one": form_faults.leave_out_the_one,
@@ -296,7 +303,10 @@ FAULTS: dict[str, Fault] = {
     "padding routed": _mixture(expert_faults.route_padding, "gradients"),
     "experts under the numbers of the next rank's": _mixture(sync_faults.rotate_ranks_of_experts, "weight sync"),
     "experts not packed again": _late(
-        partial(sync_faults.leave_packed, "_forget_packed_experts"), model="qwen2_moe", spread="ep"
+        partial(sync_faults.leave_packed, "_forget_packed_experts"),
+        model="qwen2_moe",
+        spread="ep",
+        feature=CPU_EXPERTS,
     ),
     "routers left out of a sync": _late(partial(sync_faults.leave_out, ".mlp.gate."), model="qwen2_moe", spread="ep"),
     "routes of the token before": _mixture(partial(expert_faults.shift_routes, 0), "rollout", replays=True),

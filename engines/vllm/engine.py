@@ -18,7 +18,7 @@ from engines.config import VllmConfig
 from engines.config.rollout import find_weight_way
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
-from engines.vllm.completions import cut_routes, read_completion, read_scores
+from engines.vllm.completions import VersionCounter, cut_routes, read_completion, read_scores
 from engines.vllm.processes import tie_workers
 from engines.vllm.prompts import make_params, make_prompt
 from engines.vllm.read_back import merge_readings
@@ -27,6 +27,7 @@ from engines.weight_digest import DigestPlan
 from engines.weight_sync import PieceJoiner, WeightBucket, share_bucket
 from hardware.attention.rollouts import find_rollout_backend
 from hardware.platform import HOST, Platform
+from hardware.vllm_versions import CACHE_MANAGER
 
 
 def _tie_alike(config, *, tied: bool):
@@ -85,6 +86,13 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
     return settings
 
 
+def _bind_cache_manager(llm: LLM) -> None:
+    """Give the platform's connector the manager of the KV cache, as newer versions of vLLM do by themselves."""
+    scheduler = cast(Any, llm.llm_engine.engine_core).engine_core.scheduler
+    if not CACHE_MANAGER.is_there and hasattr(scheduler.connector, "bind_kv_cache_manager"):
+        scheduler.connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
+
+
 class VllmEngine:
     """Samples completions with the log-probability of every token. The platform's rollout environment must be set
     before.
@@ -113,7 +121,8 @@ class VllmEngine:
         if self.weight_way != HOST:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=self.weight_way)
         self.llm = LLM(**(arguments | cast(dict[str, Any], config.vllm)))
-        self.llm.llm_engine.engine_core.set_weight_version("0")
+        _bind_cache_manager(self.llm)
+        self._versions = VersionCounter(self.llm.llm_engine, self.version)
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
             tie_workers(self.llm)
@@ -202,6 +211,7 @@ class VllmEngine:
     def abort_requests(self, names: Sequence[str]) -> None:
         """Abort requests and free their KV cache."""
         self.llm.llm_engine.abort_request(list(names))
+        self._versions.forget(names)
         self._take_routes(names)
 
     def step(self) -> list[RequestOutput]:
@@ -238,9 +248,13 @@ class VllmEngine:
                 f"{len(request.token_ids)}, or others; both must read the same preprocessor_config.json"
             )
         routes = self._take_routes([output.request_id])
+        lengths = [(sample, len(sample.token_ids)) for sample in output.outputs]
+        spans = [self._versions.take(output.request_id, sample.index, length) for sample, length in lengths]
+        self._versions.forget([output.request_id])
         if output.prompt_logprobs is not None:
-            return [read_scores(output)]
-        completions = [read_completion(sample) for sample in output.outputs]
+            (version, _), *_ = spans[0]  # of the id that was sampled behind the prompt
+            return [read_scores(output, version)]
+        completions = [read_completion(sample, span) for sample, span in zip(output.outputs, spans, strict=True)]
         if not routes or request.sampling.temperature == 0:
             return completions
         keys = [(output.request_id, sample.index) for sample in output.outputs]
@@ -337,7 +351,7 @@ class VllmEngine:
             raise ValueError(f"weight sync: version {version} came without {missing} and with unknown {extra}")
         end()
         self._empty_caches()  # they hold results of older weights
-        self.llm.llm_engine.engine_core.set_weight_version(str(version))
+        self._versions.change(version)
         self.version, self._newest, self._sleep.has_weights = version, version, True
 
     def digest_weights(self, plan: DigestPlan) -> dict[str, int | None]:

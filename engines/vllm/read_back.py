@@ -29,9 +29,12 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from engines.weight_digest import DigestPlan, sum_columns, sum_rows
+from hardware.vllm_versions import CPU_EXPERTS
 
 _UNIT_VECTORS = 64
 """Number of columns of a packed copy that are read at a time."""
+_NOT_PACKED = "none"
+"""vLLM's name of the instructions of experts that are not packed, in versions before ``CPU_EXPERTS``."""
 _TORN = -1
 """Digest of a tensor whose copies differ; real digests are never negative."""
 
@@ -184,7 +187,11 @@ def _find_packing(module: nn.Module, shape: torch.Size) -> str:
     such as the experts' biases."""
     if len(shape) != 3:
         return ""
-    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    method = getattr(module, "quant_method", None)
+    if not CPU_EXPERTS.is_there:
+        isa = getattr(getattr(method, "cpu_fused_moe", None), "isa", _NOT_PACKED)
+        return "" if isa == _NOT_PACKED else isa
+    kernel = getattr(method, "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
     return "" if getattr(experts, "_use_zentorch", True) else getattr(experts, "isa", "")
 

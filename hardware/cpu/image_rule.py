@@ -19,6 +19,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from hardware.vllm_versions import CAUSAL_INTEGERS
+
+_FLAG = torch.int32 if CAUSAL_INTEGERS.is_there else torch.bool
+"""Type of the kernel's causal flags."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -103,7 +108,7 @@ def replace_requests(common: CommonAttentionMetadata, runs: list[Run]) -> Common
         seq_lens=torch.tensor([run.stop for run in runs], dtype=common.seq_lens.dtype),
         block_table_tensor=common.block_table_tensor[requests].contiguous(),
         max_query_len=int(counts.max()),
-        causal=torch.tensor([run.causal for run in runs], dtype=torch.int32),  # the kernel takes no bool
+        causal=torch.tensor([run.causal for run in runs], dtype=_FLAG),
     )
 
 

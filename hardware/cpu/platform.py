@@ -10,6 +10,7 @@ from typing import ClassVar
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
 from hardware.platform import HOST, KernelMemory, Platform, RolloutWorkerClass
+from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS, SENDERS, TESTED
 
 # Large tensors in huge pages: the first touch of a page costs more than the computation on it.
 _MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -49,7 +50,6 @@ class CpuPlatform(Platform):
     rollout_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn
     rollout_backends = ("vllm_cpu", "vllm_cpu_images", "vllm_cpu_states")
     rollout_block_tokens = 32  # the least that vllm 0.32, v1/attention/backends/cpu_attn, takes
-    records_routes = True
     rollout_settings: ClassVar[dict] = {
         "block_size": rollout_block_tokens,
         "enforce_eager": True,  # see TORCH_COMPILE_DISABLE
@@ -60,6 +60,10 @@ class CpuPlatform(Platform):
             "kv_role": "kv_producer",
         },
     }
+
+    @property
+    def records_routes(self) -> bool:
+        return CPU_EXPERTS.is_there
 
     @property
     def rollout_kv_cache_mb(self) -> int:
@@ -120,12 +124,24 @@ class CpuPlatform(Platform):
             }
         )
 
+    def check_vllm_features(self, backend, spreads_experts):
+        if backend == "vllm_cpu_images" and not CAUSAL_FLAGS.is_there:
+            raise ValueError(
+                f"rollout: {CAUSAL_FLAGS.explain()}, and the model's images see themselves both ways; install one of "
+                f"{', '.join(TESTED)} that has it, or take a model of causal images, such as Qwen's"
+            )
+        if spreads_experts and not CPU_EXPERTS.is_there:
+            raise ValueError(
+                f"rollout: {CPU_EXPERTS.explain()}, and its older experts compute wrong numbers where a device has "
+                "some of them; leave enable_expert_parallel out of --rollout.vllm"
+            )
+
     def find_rollout_worker(self, backend):
         name, parts = _ROLLOUT_WORKERS[backend]
         return RolloutWorkerClass(f"hardware.cpu.rollout_worker.{name}", parts)
 
     def find_weight_ways(self, colocated):
-        return HOST, "gloo"
+        return (HOST, "gloo") if SENDERS.is_there else (HOST,)
 
     def make_trainer_info(self, way, rank, world_size, address, chunk, largest):
         from hardware.cpu.weight_transfer import GlooTrainerInitInfo

@@ -3,7 +3,8 @@
 vLLM's prefix cache shares whole blocks, and every sample computes the rest of its prompt by itself: for 50 tokens and
 blocks of 32 that is a third, once for each sample. Here a connector reports this rest, except for its last token, as
 cached. It copies the blocks from a request that computes them, in the same forward pass or an earlier one. vLLM writes
-a layer's keys and values of all requests before it calls a connector, and reads them after it.
+a layer's keys and values of all requests before it calls a connector, and reads them after it. Versions before
+``KEYS_FIRST`` write them later, so that the pass must be an earlier one.
 
 Blocks are copied whole, since the layout of keys within a block belongs to the kernel. Entries of a copy beyond the
 prompt belong to the other request's sample, and are overwritten before they are read.
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
+
+from hardware.vllm_versions import KEYS_FIRST
 
 
 @dataclass
@@ -50,10 +53,16 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
         self._copied: list[tuple[Request, Request, int]] = []  # in this step: from, to, and the position it begins at
         self._caches: dict[str, Tensor] = {}
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}  # blocks from and to, by layer
+        self._manager: KVCacheManager | None = None
 
     # -- in the scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._manager = kv_cache_manager
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        if request.skip_reading_prefix_cache:  # a prompt whose logprobs are asked for is computed whole
+            return 0, False
         left = request.num_prompt_tokens - 1 - num_computed_tokens  # the last token is computed, to sample from it
         return (left if left > 0 and self._find_source(request, num_computed_tokens) else 0), False
 
@@ -101,7 +110,7 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
             return None
         for source in self._holders.get(_get_prompt(request), {}).values():
             # A pass that takes a part of a prompt has no room for another request, unless prompts are cut on purpose.
-            will_be = source.request_id in self._begun and not self._cuts_prompts
+            will_be = source.request_id in self._begun and not self._cuts_prompts and KEYS_FIRST.is_there
             is_whole = will_be or source.num_computed_tokens >= source.num_prompt_tokens
             if is_whole and all(0 not in blocks for blocks in self._list_blocks(source, start)):
                 return source
@@ -109,15 +118,15 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):
 
     def _list_blocks(self, request: Request, start: int) -> Iterator[list[int]]:
         """List the blocks that hold the prompt from ``start`` on, of each group; 0 has left a window."""
-        assert self._kv_cache_manager
-        for group, blocks in zip(self._groups, self._kv_cache_manager.get_block_ids(request.request_id), strict=True):
+        assert self._manager
+        for group, blocks in zip(self._groups, self._manager.get_block_ids(request.request_id), strict=True):
             size = group.kv_cache_spec.block_size
             yield blocks[start // size : (request.num_prompt_tokens - 1) // size + 1]
 
     # -- in a worker
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        for name, cache in kv_caches.items():
+        for name, cache in kv_caches.items() if self._shares else ():
             if len(cache) != self._blocks:
                 raise RuntimeError(
                     f"rollout: the cache of {name} has {len(cache)} blocks, expected {self._blocks}, which are copied "

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from hardware.attention.delta_rule import TAIL, DeltaPlan, continue_delta_rule, convolve
 from hardware.attention.mask_spec import MaskSpec
+from hardware.vllm_versions import RETURNED_STATES
 
 _PLANS = 64
 """Number of plans that are kept: a pass in which each request samples a token is planned like the one before."""
@@ -40,7 +41,8 @@ class StateRuleLayer(QwenGatedDeltaNetAttention):
         super().__init__(*args, **kwargs)
         self.conv1d.quant_method = Unpacked()
 
-    def forward_cpu(self, hidden_states: Tensor) -> Tensor:
+    def forward_cpu(self, hidden_states: Tensor, output: Tensor | None = None) -> Tensor | None:
+        """Mix the tokens of a pass ``[slots, H]``, into ``output`` in versions before ``RETURNED_STATES``."""
         joined, _ = self.in_proj_qkvz(hidden_states)
         gates, _ = self.in_proj_ba(hidden_states)
         if self.gqa_interleaved_layout:  # as Qwen3-Next's folder has them, by key heads
@@ -53,7 +55,11 @@ class StateRuleLayer(QwenGatedDeltaNetAttention):
         metadata: Any = get_forward_context().attn_metadata
         if metadata is not None:  # a pass that measures memory has none
             self._mix(torch.cat([mixed, gates], dim=-1), out, metadata[self.prefix])
-        return self._output_projection(out, z)
+        if RETURNED_STATES.is_there:
+            return self._output_projection(out, z)
+        project: Any = self._output_projection
+        project(out, z, output, len(hidden_states))
+        return None
 
     def _mix(self, columns: Tensor, out: Tensor, metadata: GDNAttentionMetadata) -> None:
         """Mix the tokens ``[slots, D]`` of a pass into ``out`` ``[slots, H, dv]``, and keep each request's state and

@@ -9,6 +9,7 @@ from typing import ClassVar
 from hardware.attention.capabilities import find_backend
 from hardware.megatron.form import PLAIN
 from hardware.platform import HOST, KernelMemory, Node, Platform
+from hardware.vllm_versions import SENDERS
 
 
 class CudaAttention:
@@ -132,7 +133,7 @@ class CudaPlatform(CudaAttention, Platform):
 
     def find_weight_ways(self, colocated):
         # A handle opens memory of the same device; nccl takes no two ranks on one. Both untested.
-        return ("ipc" if colocated else "nccl"), HOST
+        return ("ipc" if colocated else "nccl", HOST) if SENDERS.is_there else (HOST,)
 
     def make_trainer_info(self, way, rank, world_size, address, chunk, largest):
         from hardware.cuda.weight_transfer import make_trainer_info

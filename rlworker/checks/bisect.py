@@ -107,7 +107,14 @@ def run_bisect(config: BisectConfig, tell: Callable[[str], None]) -> list[Findin
     if not config.model:
         raise ValueError("bisect: expected a model's folder or hf:ORG/NAME, got none; name it after bisect")
     folder = find_model(find_weights(config.model))
-    check = CheckConfig(folder, platform=config.platform, actor=config.actor, rollout=config.rollout, huggingface=False)
+    check = CheckConfig(
+        folder,
+        platform=config.platform,
+        actor=config.actor,
+        rollout=config.rollout,
+        huggingface=False,
+        ignore_versions=config.ignore_versions,
+    )
     longest = config.rollout.max_model_len - 1  # vLLM samples a token after the ids that it scores
     batch = read_rows(config.rows, longest, check.check_model()) if config.rows else None
     with TemporaryDirectory(prefix="rlworker-bisect-") as images:  # HuggingFace reads them when the engines are gone

@@ -9,6 +9,7 @@ from engines.config.rollout import find_weight_way
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
+from hardware.vllm_versions import check_vllm
 from rlworker.checks.tiny.models import Tiny
 from rlworker.config.model_checks import check_engines
 
@@ -31,6 +32,8 @@ class CheckConfig:
     """Compare with HuggingFace transformers, in float64 where memory has at least 16 bytes for each weight."""
     self_test: bool = False
     """Plant known faults one at a time, into tiny models or the given one; the check must find each."""
+    ignore_versions: bool = False
+    """Start with a version of vLLM that this project never ran with, or that does not fit torch, and say so."""
     json: bool = False
     """Print JSON in place of the table."""
 
@@ -50,6 +53,7 @@ class CheckConfig:
 
     def check_model(self) -> ModelSpec:
         """Check the model with ``check_engines`` against both engines, and return its spec."""
+        check_vllm(self.ignore_versions)
         find_weight_way(self.rollout, get_platform(self.platform), colocated=False)
         return check_engines(self.model, self.platform, self.actor, self.rollout)
 
@@ -66,6 +70,8 @@ class BisectConfig:
     """JSONL file of sequences, ids each, such as RUN/rejected/step_000007.jsonl; empty makes awkward ones."""
     actor: MegatronConfig = field(default_factory=MegatronConfig)
     rollout: VllmConfig = field(default_factory=lambda: VllmConfig(max_model_len=1024, max_num_seqs=4, kv_cache_mb=256))
+    ignore_versions: bool = False
+    """Start with a version of vLLM that this project never ran with, or that does not fit torch, and say so."""
     json: bool = False
     """Print JSON in place of the table."""
 

@@ -77,6 +77,8 @@ def start_engines(
         folder: folder for the images of the case; empty makes one for as long as the engines run.
     """
     model = config.check_model()
+    for warning in list_version_warnings(config.ignore_versions):
+        tell(warning)
     temperature = config.rollout.temperature
     with ExitStack() as running:
         images = folder or running.enter_context(TemporaryDirectory(prefix="rlworker-check-"))

@@ -43,10 +43,12 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
         )
     if rollout.replay_routes and not platform.records_routes:
         raise ValueError(
-            f"rollout: replay_routes has no recorder of experts on platform {platform_name!r}; leave "
-            "--rollout.replay-routes out"
+            f"rollout: replay_routes has no recorder of experts on platform {platform_name!r} with vLLM "
+            f"{find_version()}; leave --rollout.replay-routes out"
         )
     check_rollout_rules(model, rollout, platform)
+    backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)
+    platform.check_vllm_features(backend, rollout.spreads_experts)
     _check_cache(model, rollout, platform)
 
 

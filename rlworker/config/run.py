@@ -161,6 +161,8 @@ class RunConfig(TrainingConfig):
     samples_every: Annotated[int, Ge(0)] = 10
     """Interval, in steps, at which run_dir/rollouts keeps a few samples. The first, the last and evaluated steps always
     keep some; 0 adds no other step."""
+    ignore_versions: bool = False
+    """Start with a version of vLLM that this project never ran with, or that does not fit torch, and say so."""
     evaluate: bool = False
     """Evaluate the model on the held-out rows and end: nothing is trained. The model may be a run's checkpoint."""
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hardware.platforms import get_platform
+from hardware.vllm_versions import check_vllm
 from rlworker.cluster.placement import ResourceRequest, check_room
 from rlworker.cluster.ray import check_ray, pausing_collection, running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -123,6 +124,8 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
         ValueError: a folder, a model, a row or a setting cannot be used.
     """
     check_ray()
+    if isinstance(config, RunConfig):
+        check_vllm(config.ignore_versions)
     folder = RunFolder(config.run_dir)
     folder.check(config)
     models = config.check_models(folder.inputs.find_model)

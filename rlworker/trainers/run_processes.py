@@ -5,6 +5,7 @@ from functools import partial
 
 from engines.models.spec import ModelSpec
 from hardware.attention.rollouts import list_rollout_warnings
+from hardware.vllm_versions import list_version_warnings
 from rlworker.cluster.workers import Role
 from rlworker.config.run import RunConfig
 
@@ -38,6 +39,7 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
 def list_warnings(config: RunConfig) -> list[str]:
     """List warnings about the rollouts of a run."""
     warnings = list_rollout_warnings(config.rollout.attention_override)
+    warnings += list_version_warnings(config.ignore_versions)
     if config.rollout.staleness and config.importance == "none":
         warnings = [
             *warnings,

@@ -12,6 +12,7 @@ from engines.config import SamplingConfig
 from engines.models.hub import PREFIX, find_model
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
+from hardware.vllm_versions import check_vllm, list_version_warnings
 from rlworker.cluster.placement import ResourceRequest, check_room
 from rlworker.cluster.ray import check_ray, running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -77,6 +78,7 @@ class Evaluation:
 
     def __init__(self, config: RunConfig, environment: Environment | Scorer):
         check_ray()
+        check_vllm(config.ignore_versions)
         # In turns, so that another evaluation of the same model samples the same.
         config = replace(config, model=find_weights(config.model), rollout=replace(config.rollout, staleness=0))
         self.config, self.environment = config, make_environment(environment)
@@ -91,6 +93,8 @@ class Evaluation:
         self.model = ModelSpec.from_folder(find_model(config.model))
         check_folder(self.model)
         check_rollout(self.model, config.platform, config.rollout)
+        for warning in list_version_warnings(config.ignore_versions):
+            LOGGER.warning(warning)
         self.served = check_served(config, find_model)
         for path in config.data.heldouts.values():
             check_rows(path, config.data)

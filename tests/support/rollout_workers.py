@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from torch import Tensor
 
 from engines.batch.samples import Completion, Image, Request, Sampling
@@ -14,12 +15,18 @@ from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import pack_buckets
+from hardware.vllm_versions import Feature
 
 
 @dataclass(frozen=True)
 class Prompt:
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()
+
+
+def needs(feature: Feature) -> pytest.MarkDecorator:
+    """Leave out what the installed vLLM lacks; ``tests/hardware/test_vllm_versions.py`` shows that it is refused."""
+    return pytest.mark.skipif(not feature.is_there, reason=f"{feature.name} came with vLLM {feature.since}")
 
 
 @contextmanager
@@ -66,13 +73,13 @@ def find_unlike(worker, weights: Iterable[tuple[str, Tensor]], columns: int = 0,
     return {name for name, digest in sent.items() if read[name] != digest}
 
 
-def begin(worker, requests: Sequence[Request], tokens: int) -> None:
-    """Hand in requests with keys 0, 1, ... and step until the furthest has sampled so many tokens; leaves the loop
-    paused."""
+def begin(worker, requests: Sequence[Request], tokens: int, first: int = 0) -> None:
+    """Hand in requests with keys from ``first`` on and step until the furthest of all has sampled so many tokens; the
+    loop stays paused."""
 
     def advance(worker) -> None:
         worker.loop.pause()
-        worker.loop.submit(list(enumerate(requests)))
+        worker.loop.submit(list(enumerate(requests, first)))
         worker.loop.resume()
         states = worker.engine.llm.llm_engine.output_processor.request_states
         for _ in range(1000):  # a step goes before each call

@@ -86,6 +86,8 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen2_vl": ((r"^model\.visual\.", "visual."),),
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
     "internvl": ((r"^model\.", ""), (r"^lm_head\.", "language_model.lm_head.")),
+    "qwen3_5_text": ((r"^model\.language_model\.", "model."),),
+    "qwen3_5_moe_text": ((r"^model\.language_model\.", "model."),),
 }
 """Family -> patterns of weight names that versions of transformers save, and the released folders' names."""
 _NEWLINES = tuple("\n" * count for count in range(1, 5))
@@ -113,7 +115,10 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
     _seed(0)
     settings = _LANGUAGE | LARGE_WEIGHTS | settings
     config = AutoConfig.for_model(family, vocab_size=vocab, tie_word_embeddings=tied, **settings)
-    return save_apart(build_model(AutoModelForCausalLM, config), folder)
+    saved = save_apart(build_model(AutoModelForCausalLM, config), folder)
+    if family in _RELEASED:
+        _name_as_released(saved, family)
+    return saved
 
 
 def make_bare_tokenizer(first: int = 0) -> Any:
@@ -312,8 +317,8 @@ def _name_as_released(folder: str, family: str) -> None:
     """Rename and transpose weights as in the released folders, which transformers and vLLM read.
 
     transformers 5 saves other names. 5.5 puts ``model.`` before Qwen2.5-VL's tower and before all of InternVL and of
-    Gemma 3, and nests Gemma's tower once too often; 5.19 leaves out the module around Gemma's tower, and saves experts
-    of Qwen3-VL-MoE as its module has them, which vLLM does not read.
+    Gemma 3, ``language_model.`` into those of Qwen3.5's text, and nests Gemma's tower once too often; 5.19 leaves out
+    the module around Gemma's tower, and saves experts of Qwen3-VL-MoE as its module has them, which vLLM does not read.
     """
     from safetensors.torch import load_file, save_file
 

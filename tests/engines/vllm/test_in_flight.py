@@ -12,16 +12,31 @@ import pytest
 from support import rollout_workers
 from support.huggingface import list_weights, load_folder, measure_differences, measure_versions, nudge
 from support.models import VOCAB
-from support.rollout_workers import Prompt, ask, begin, draw, list_spans, poll, resume, send, take, update_in_flight
+from support.rollout_workers import (
+    Prompt,
+    ask,
+    begin,
+    draw,
+    list_spans,
+    needs,
+    poll,
+    resume,
+    send,
+    take,
+    update_in_flight,
+)
 
 from engines.batch.samples import Request, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
+from hardware.vllm_versions import Feature
 from rlworker.checks.tiny.models import make_tiny_text
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 CONFIG = VllmConfig(max_new_tokens=8, max_model_len=512, max_num_seqs=64, kv_cache_mb=128)
 STOP = (2, 11, 12, 13, 14, 15)
+AHEAD = Feature("streams on a CPU that can wait", since="0.25", without="it cannot be scheduled ahead there")
+LABELS = Feature("InprocClient.set_weight_version", since="0.27", without="versions are counted by the project alone")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +106,49 @@ def test_new_weights_in_flight_are_those_of_the_next_token(rollouts, folder, mea
         assert (after.mean() <= 2e-6 and after.max() <= 1e-4) if not left else after.mean() > 1e-3
 
 
+def label_too(worker) -> None:
+    """Have vLLM label tokens with the versions of their weights as well, and keep its labels beside ours."""
+    engine, labels = worker.engine, []
+    core, change, read = engine.llm.llm_engine.engine_core, engine._versions.change, engine.read_output
+
+    def change_both(version: int) -> None:
+        core.set_weight_version(str(version))
+        change(version)
+
+    def read_both(request, output):
+        completions = read(request, output)
+        theirs = [[(int(span.version), span.end - span.start) for span in s.weight_versions] for s in output.outputs]
+        labels.append(([[*completion.spans] for completion in completions], theirs))
+        return completions
+
+    core.set_weight_version(str(engine.version))
+    engine._versions.change, engine.read_output, worker.labels = change_both, read_both, labels
+
+
+def stop_labels(worker) -> list[tuple]:
+    del worker.engine._versions.change, worker.engine.read_output
+    return worker.labels
+
+
+@needs(LABELS)
+def test_versions_are_those_that_vllm_counts_itself(rollouts, folder):
+    """Samples of a prompt end before, between and after two updates; one request is aborted between them."""
+    (worker,), hf = rollouts.workers, load_folder(folder)
+    send(worker, list_weights(hf))
+    ask(worker.__ray_call__, label_too)
+    sampling = Sampling(6, 1.0, 120, (), STOP)
+    begin(worker, rollout_workers.make_requests(make_prompts(6, 40), sampling), 20)
+    send(worker, list_weights(hf), 20_000)
+    ask(worker.abort, [5])
+    begin(worker, rollout_workers.make_requests(make_prompts(2, 30, seed=1), replace(sampling, max_tokens=60)), 26, 6)
+    send(worker, list_weights(hf), 20_000)
+    assert take(worker, 7).keys() == {0, 1, 2, 3, 4, 6, 7}
+    labels = ask(worker.__ray_call__, stop_labels)
+    assert all(ours == theirs for ours, theirs in labels)
+    counts = {len(spans) for ours, _ in labels for spans in ours}
+    assert counts == {1, 2, 3}, "some have seen every update, and some none"
+
+
 def test_a_round_of_single_requests_is_that_of_prompts_and_repeats_whatever_came_before(rollouts, folder):
     (worker,), prompts, stream = rollouts.workers, make_prompts(6, 140), (3, 1)
     send(worker, list_weights(load_folder(folder)))
@@ -157,6 +215,7 @@ def test_a_trace_shows_what_the_engine_computed(rollouts, tmp_path):
     assert len(products) > 100, "a trace is of the thread that computes"
 
 
+@needs(AHEAD)
 def test_new_weights_come_behind_what_vllm_computes_ahead(own, folder, measured):
     """With the scheduler that vLLM has elsewhere than on a CPU: each step begins before the one before it was read."""
 

@@ -7,15 +7,16 @@ import pytest
 import torch
 from support.huggingface import load_folder
 from support.models import LANGUAGE_MODELS, VOCAB
-from support.rollout_workers import Prompt, ask, draw, make_requests
+from support.rollout_workers import Prompt, ask, draw, make_requests, needs
 
 from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.megatron.form import NO_ROUTE
+from hardware.vllm_versions import CPU_EXPERTS
 from rlworker.checks.tiny.models import make_tiny_text
 
-pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
+pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large, needs(CPU_EXPERTS)]
 CONFIG = VllmConfig(max_new_tokens=40, max_model_len=192, max_num_seqs=64, kv_cache_mb=64, replay_routes=True)
 SAMPLING = Sampling(4, 1.0, 40, (1,), ())
 CHOSEN = 3

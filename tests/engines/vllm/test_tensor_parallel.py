@@ -12,13 +12,24 @@ from support.cover import in_runs
 from support.huggingface import load_folder, measure_versions
 from support.models import make_language_model
 from support.ranks.vlm_cases import make_images, make_prompts
-from support.rollout_workers import Prompt, ask, draw, find_unlike, list_spans, make_requests, send, update_in_flight
+from support.rollout_workers import (
+    Prompt,
+    ask,
+    draw,
+    find_unlike,
+    list_spans,
+    make_requests,
+    needs,
+    send,
+    update_in_flight,
+)
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
+from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS
 from rlworker.checks.tiny.models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("by_value")
@@ -130,7 +141,7 @@ def test_new_weights_reach_two_devices_in_flight(cluster, make_hf_model, measure
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=needs(CAUSAL_FLAGS))])
 def test_two_devices_see_images(cluster, tmp_path, measured, family):
     """With Gemma 3 the rule of images is installed in processes that this test's worker did not start itself."""
     folder = make_tiny_model(tmp_path / "model", family)
@@ -139,6 +150,7 @@ def test_two_devices_see_images(cluster, tmp_path, measured, family):
     compare_over_syncs(folder, prompts, measured)
 
 
+@needs(CPU_EXPERTS)
 @pytest.mark.parametrize("family", in_runs(large=["qwen3_moe"], product=["qwen2_moe", "qwen3_vl_moe"]))
 def test_two_devices_share_out_experts(cluster, tmp_path, measured, family):
     """Each has half of them whole, loads those alone of a sync, and leaves the others to the other device."""

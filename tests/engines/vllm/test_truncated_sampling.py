@@ -86,7 +86,7 @@ def test_a_stop_text_ends_a_completion_and_is_left_out_of_its_text(drawn):
         assert not starts or min(starts) == len(text) - 2, "as soon as it is complete"
         assert read == (text[:-2] if starts else text)
         stopped += bool(starts)
-    assert stopped >= 5
+    assert stopped
     assert min(len(one.token_ids) for one in completions) >= LEAST
     assert not any(EOS in one.token_ids[:LEAST] for one in completions)
 

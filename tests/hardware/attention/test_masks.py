@@ -67,12 +67,14 @@ def test_impossible_specs_are_refused(arguments, message):
 def test_rules_are_those_of_transformers():
     """Against the mask functions that transformers builds its models' masks from, for every pair of 12 positions."""
     from transformers import masking_utils as theirs
+    from transformers.models.gemma3 import modeling_gemma3
 
+    # 5.5 has the rule of images in Gemma 3 alone.
+    see_blocks = getattr(theirs, "blockwise_overlay", None) or modeling_gemma3.token_type_ids_mask_function
     length = 12
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 2, 2, -1, -1]])
     causal, window = theirs.causal_mask_function, theirs.sliding_window_overlay(3)
-    images = theirs.blockwise_overlay(blocks)
-    prefix = theirs.blockwise_overlay(torch.tensor([[0] * 5 + [-1] * 7]))
+    images, prefix = see_blocks(blocks), see_blocks(torch.tensor([[0] * 5 + [-1] * 7]))
     functions = {
         Rule(): causal,
         Rule(window=3): theirs.sliding_window_causal_mask_function(3),

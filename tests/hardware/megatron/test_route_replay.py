@@ -5,6 +5,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.cover import in_runs
 from support.factors import parse_size
 from support.huggingface import name_gradients, run_forward
@@ -63,8 +64,12 @@ def reference(make_hf_model):
 
 
 def force_choices(given, gate, inputs, found):
-    """Replace a gate's weights and numbers of experts by those of the next sequence's, where there are some."""
-    logits, _, own = found
+    """Replace a gate's weights and numbers of experts by those of the next sequence's, where there are some.
+
+    Its logits are computed anew: transformers 5.5 returns their softmax in their place.
+    """
+    _, _, own = found
+    logits = F.linear(inputs[0].flatten(0, -2), gate.weight)
     routes = next(given)
     numbers = torch.where(routes == NO_ROUTE, own, routes)
     weights = logits.softmax(dim=-1).gather(1, numbers)

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.cover import in_runs
 from support.factors import parse_size
 from support.huggingface import name_gradients, run_forward
@@ -106,7 +107,10 @@ def differentiate(folder: str, make, parts: tuple[Part, ...], balance: float, z:
     model, found = load_huggingface(spec), {}
     for name, module in model.named_modules():
         if name.endswith(".mlp.gate"):
-            module.register_forward_hook(lambda gate, _, out: found.setdefault(gate, []).append(out[0]))
+            # Computed anew: transformers 5.5 returns the softmax of the logits in their place.
+            module.register_forward_hook(
+                lambda gate, given, _: found.setdefault(gate, []).append(F.linear(given[0].flatten(0, -2), gate.weight))
+            )
     run_forward(model, spec, batch, make_no_loss)
     numbers = {row: place for place, row in enumerate(row for row, size in enumerate(batch.lengths) if size)}
     means = torch.zeros(2)
