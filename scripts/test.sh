@@ -14,6 +14,39 @@ if [ "${1:-}" = --npu ]; then
   exec .venv-npu/bin/python -m pytest -n 2 tests/engines/{batch,models,megatron} tests/hardware/{npu,megatron} \
     -m "not (large or product)" -k "not cuda" "${@:2}"
 fi
+if [ "${1:-}" = --stack ]; then
+  stack=${2:-} && shift 2 || true
+  case $stack in
+    now) folder=.venv platform=cpu && bash scripts/setup.sh ;;
+    ascend) folder=.venv-ascend platform=npu-emulated && bash scripts/setup.sh ascend ;;
+    gpu-image) folder=.venv-gpu-image platform=cuda-emulated && bash scripts/setup.sh gpu-image ;;
+    *) echo "test: there is no stack '$stack'; give ascend, gpu-image or now" >&2 && exit 1 ;;
+  esac
+  logs=runs/stacks/$stack failed=
+  mkdir -p "$logs"
+  run() { # NAME COMMAND...   goes on after a failure, and keeps the output
+    local began=$SECONDS name=$1 state=ok
+    "${@:2}" >"$logs/$name.log" 2>&1 || state=FAILED failed=1
+    echo "$stack $name: $state, $((SECONDS - began)) s: $(grep -E ' (passed|failed)|checks? ' "$logs/$name.log" | tail -1)"
+  }
+  check() { run "$1" "$folder/bin/python" -m pytest --max-worker-restart 0 -p no:cacheprovider "${@:2}"; }
+  recipes="whole_and_small and (grpo_gsm8k or grpo_geo3k)"
+  [ $# -gt 0 ] || set -- engines hardware megatron runs
+  for part in "$@"; do
+    case $part in
+      engines) check engines -m "not product" tests/engines/vllm ;;
+      hardware) check hardware -m "not (large or product)" tests/hardware ;;
+      megatron) check megatron -n 2 -m "not (large or product)" tests/engines/{batch,models,megatron} ;;
+      runs)
+        run digests "$folder/bin/python" -W ignore -m rlworker check --tiny qwen2 --platform $platform
+        check runs -m "" tests/recipes/test_recipes.py -k "$recipes"
+        check killed-engine -m "not product" tests/rlworker/trainers/test_outages.py
+        ;;
+      *) echo "test: there is no part '$part'; give engines, hardware, megatron or runs" >&2 && exit 1 ;;
+    esac
+  done
+  exit ${failed:-0}
+fi
 bash scripts/setup.sh
 if [ "${1:-}" = --processors ]; then
   exec .venv/bin/python tests/support/suite/processors.py "${@:2}"

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import torch
 from ray.actor import ActorHandle
 
+from hardware.vllm_versions import list_version_warnings
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.reference.ensemble import compute_reference

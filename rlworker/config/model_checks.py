@@ -11,6 +11,7 @@ from hardware.attention.rollouts import find_rollout_backend, list_parts
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from hardware.platforms import get_platform
+from hardware.vllm_versions import find_version
 
 
 def check_engines(
