@@ -176,8 +176,8 @@ def compute_product(draw: Draw, size: float) -> dict:
     """Compute a product that rounding moves, a number that it does not, and NaN for a size of NaN."""
     numbers = torch.linspace(0.1, size, 64)
     with draw.computing():
-        model = draw.load(lambda dtype: torch.nn.ParameterDict({"weight": numbers.to(dtype)}))
-        product = (model["weight"] * model["weight"].sqrt()).sum()
+        weight = draw.move({"weight": numbers})["weight"]
+        product = (weight * weight.sqrt()).sum()
         return {"product": product, "exact": {"three": torch.full((2,), 3.0).to(product)}}
 
 
@@ -189,6 +189,14 @@ def test_a_number_that_no_draw_moves_may_be_off_by_two_last_digits():
     for off, is_right in ((1.9, True), (2.1, False)):
         distance = want.compare("exact", {"three": torch.tensor([3.0, 3.0 + off * digit], dtype=torch.float64)})
         assert (distance.share <= 1) == is_right and distance.name == "three"
+
+
+def test_weights_that_adam_moved_have_the_limit_of_the_furthest():
+    truth = {"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    spread = {"a": 1e-6, "b": 3e-6}
+    want = Rounding({"weights": truth, "gradients": truth}, {"weights": spread, "gradients": spread})
+    assert [want.find_limit("weights", name) for name in "ab"] == pytest.approx([12e-6, 12e-6])
+    assert [want.find_limit("gradients", name) for name in "ab"] == pytest.approx([8e-6, 12e-6])
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

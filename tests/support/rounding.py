@@ -37,6 +37,9 @@ SEEDS = (1, 2, 3, 4)
 """Of the draws."""
 MOST_DIGITS = 512
 """Last digits of a kind's largest number by which draws are at most off. More is no rounding: a near tie of experts."""
+STEPPED = ("weights", "adapters")
+"""Kinds that Adam has moved. It divides each gradient by its size, so that a few numbers of any tensor, whose gradients
+are next to nothing, are off by much of a step: all tensors count as moved as far as the furthest."""
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".pytest_cache" / "rounding"
 SOURCES = (
@@ -101,6 +104,11 @@ class Draw:
             perturb_weights(model, self.seed)
         return model
 
+    def move(self, numbers: Mapping[str, Tensor]) -> Tensors:
+        """Cast numbers to the draw's type and move them as weights are moved; they take gradients."""
+        parameters = self.load(lambda dtype: torch.nn.ParameterList([tensor.to(dtype) for tensor in numbers.values()]))
+        return dict(zip(numbers, parameters, strict=True))
+
 
 Compute = Callable[..., Mapping[str, Kind]]
 """``compute(draw, *arguments)`` returns numbers by their kind; exact ones need not be among a draw's. It runs
@@ -141,8 +149,9 @@ class Rounding:
         last digits than the middle one of its kind, and by no less than half a digit, by which each number is off
         however exactly it is computed. The digits are those of the tensor's largest number.
         """
+        moved = max(self.spread[kind].values()) if kind in STEPPED else self.spread[kind][name]
         least_digits = max(self._middle_digits[kind], 0.5)
-        return FACTOR * max(self.spread[kind][name], least_digits * find_last_digit(self.truth[kind][name]))
+        return FACTOR * max(moved, least_digits * find_last_digit(self.truth[kind][name]))
 
     @cached_property
     def _middle_digits(self) -> dict[str, float]:

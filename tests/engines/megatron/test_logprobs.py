@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -80,15 +79,11 @@ def score_case(rank, world, group, case, keep, at_once) -> dict[str, torch.Tenso
     return found | {"hidden": d_hidden, "rows": [*first, *second]}
 
 
-def make_parameters(rows: torch.Tensor, hidden: torch.Tensor, dtype: torch.dtype) -> torch.nn.ParameterDict:
-    return torch.nn.ParameterDict({"rows": rows.to(dtype), "hidden": hidden.to(dtype)})
-
-
 def score_whole_vocabulary(draw: Draw, temperature, entropy_weight, banned, top) -> dict[str, torch.Tensor]:
     """Outputs and gradients of a case by log_softmax over the tokens that are not banned."""
     drawn = draw_case(banned, top)
     with draw.computing():
-        inputs = draw.load(partial(make_parameters, drawn.rows, drawn.hidden))
+        inputs = draw.move({"rows": drawn.rows, "hidden": drawn.hidden})
         allowed = [token for token in range(VOCAB) if token not in banned]
         log_p = (inputs["hidden"] @ inputs["rows"][allowed].T / temperature).log_softmax(-1)
         columns = [allowed.index(token) if token in allowed else None for token in drawn.target.tolist()]
@@ -188,7 +183,7 @@ def score_masked_vocabulary(draw: Draw) -> dict[str, torch.Tensor]:
     """Outputs and gradients of a random support with all other ids masked."""
     drawn = draw_support()
     with draw.computing():
-        inputs = draw.load(partial(make_parameters, drawn.rows, drawn.hidden))
+        inputs = draw.move({"rows": drawn.rows, "hidden": drawn.hidden})
         visible = (drawn.support[:, None, :] == torch.arange(VOCAB)[:, None]).any(-1)
         visible = visible | (drawn.support < 0).all(-1, keepdim=True)
         log_p = (inputs["hidden"] @ inputs["rows"][:VOCAB].T / 0.7).masked_fill(~visible, -1e30).log_softmax(-1)
@@ -248,7 +243,7 @@ def pull_to_sampler(draw: Draw) -> dict[str, torch.Tensor]:
     """Logprob of all others of each row, and the gradient of the logits."""
     drawn = draw_likely()
     with draw.computing():
-        weight = draw.load(lambda dtype: torch.nn.ParameterDict({"weight": drawn.to(dtype)}))["weight"]
+        weight = draw.move({"weight": drawn})["weight"]
         log_p = weight.T.log_softmax(-1)
         others = log_p[:, LIKELY:].logsumexp(-1)
         (log_p[:, :LIKELY] @ PULL[:LIKELY].to(log_p.dtype) + PULL[LIKELY].to(log_p.dtype) * others).sum().backward()
