@@ -212,7 +212,11 @@ class OneRank:
 
 
 def test_a_vocabulary_of_a_real_model_is_summed_without_a_bias():
-    """The engine's scores and those of HuggingFace's logits, against fp64. A naive sum in fp32 drifts by 1e-5."""
+    """The engine's scores and those of HuggingFace's logits, against fp64.
+
+    Logprobs are about -17, whose last digit is 2e-6. Rounding leaves a quarter of it on average. A naive sum in fp32
+    drifts by five of them and more.
+    """
     generator = torch.Generator().manual_seed(0)
     logits, target = 3 * torch.randn(4, 262_144, generator=generator), torch.tensor([7, 131_071, 200_000, 262_143])
     exact = logits.double()
@@ -224,8 +228,10 @@ def test_a_vocabulary_of_a_real_model_is_summed_without_a_bias():
         huggingface.score_tokens(logits, target),
     ):
         apart = (found.logprobs.double() - chosen).abs()
-        assert found.logprobs.dtype == torch.float32 and apart.mean() <= 1e-6 and apart.max() <= 4e-6, apart
-        assert (found.entropy.double() - entropy).abs().max() <= 2e-5
+        digit = 2.0**-19
+        assert found.logprobs.dtype == torch.float32 and 16 < -chosen.mean() < 32
+        assert apart.mean() <= digit and apart.max() <= 4 * digit, apart
+        assert (found.entropy.double() - entropy).abs().max() <= 10 * digit
 
 
 LIKELY, PULL = 4, torch.tensor([0.3, 0.2, 0.2, 0.2, 0.1])

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 VOCABULARY = 262_144  # Gemma 3's
+DIGIT = 2.0**-19
+"""A last digit of most logprobs, which are from -16 to -32: rounding leaves a quarter of it on average."""
 
 
 @pytest.mark.large  # it imports vLLM
@@ -29,7 +31,7 @@ def test_logprobs_keep_the_small_terms_of_a_large_vocabulary(measured, mode):
     assert torch.equal(*drawn)
     assert differences[0].mean() > 1e-5, "log_softmax is exact: ExactSampler is not needed"
     measured({"mean": float(differences[1].mean()), "largest": float(differences[1].max())})
-    assert differences[1].mean() <= 1e-6 and differences[1].max() <= 4e-6
+    assert differences[1].mean() <= DIGIT and differences[1].max() <= 4 * DIGIT
 
 
 @pytest.mark.large
@@ -44,4 +46,4 @@ def test_greedy_and_prompt_logprobs_are_exact():
     metadata = SimpleNamespace(all_greedy=True, all_random=False, max_num_logprobs=0, logprob_token_ids=None)
     tokens, logprobs = sampler.sample(logits.clone(), metadata)
     assert torch.equal(tokens.long(), logits.argmax(-1))
-    assert (logprobs - logits.double().log_softmax(-1)).abs().max() <= 4e-6
+    assert (logprobs - logits.double().log_softmax(-1)).abs().max() <= 4 * DIGIT

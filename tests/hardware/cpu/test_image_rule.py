@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from support.rounding import Draw, check_distances, measure_rounding
 
 from hardware.attention.rules import Rule
 
 pytestmark = pytest.mark.large  # it imports vLLM, which takes as long as twenty tests of masks
 HEADS, GROUPS, DIM, BLOCK = 4, 2, 32, 128
+LENGTHS = (30, 9, 50)
+"""Tokens of each request."""
 IMAGES = {0: [(3, 6), (7, 18)], 1: [], 2: [(0, 11), (30, 41)]}
 """Request -> first and last position of each image: side by side, none, and one that begins a prompt."""
 
@@ -50,27 +53,43 @@ def test_a_cut_image_is_refused(start, stop):
 @pytest.mark.parametrize("starts", [(0, 0, 0), (19, 4, 12)], ids=["whole prompts", "after what is cached"])
 def test_the_kernel_computes_the_rule(measured, isa, window, starts):
     """No image is longer than a window, as with every model that is built."""
-    worst = max(compare(isa, window, starts, IMAGES))
-    measured({"output": worst})
-    assert worst <= 1e-6
+    outputs = run_kernel(isa, window, starts, IMAGES)
+    want = measure_rounding(attend_requests, window, starts, IMAGES, folder=None)
+    check_distances({"outputs": want.compare("outputs", outputs)}, measured, f"{isa} {window} {starts}")
 
 
 def test_the_kernel_closes_both_sides_of_a_longer_image():
     """Why a model whose images are longer than its window is refused: were it mended upstream, this would fail."""
-    assert max(compare("vec", 5, (0, 0, 0), IMAGES)) > 1e-2
+    outputs, want = run_kernel("vec", 5, (0, 0, 0), IMAGES), attend_requests(Draw(), 5, (0, 0, 0), IMAGES)["outputs"]
+    assert max(float((outputs[name] - tensor).abs().max()) for name, tensor in want.items()) > 1e-2
     assert Rule(images=True, window=5).extras == ("window", "images")
 
 
-def compare(isa: str, window: int | None, starts: tuple[int, ...], images: dict) -> list[float]:
-    """Largest difference from a softmax by hand of each request's outputs, of the tokens from ``starts`` on."""
+def draw_requests() -> list[list[torch.Tensor]]:
+    """Draw queries, keys and values ``[n, heads, DIM]`` of each request."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (HEADS, GROUPS, GROUPS)
+    return [[torch.randn(n, heads, DIM, generator=generator) for heads in counts] for n in LENGTHS]
+
+
+def attend_requests(draw: Draw, window: int | None, starts: tuple[int, ...], images: dict) -> dict:
+    """Compute each request's outputs by hand, of the tokens from ``starts`` on."""
+    requests, outputs = draw_requests(), {}
+    with draw.computing(), torch.no_grad():
+        for request, start in enumerate(starts):
+            numbers = draw.move(dict(zip("qkv", requests[request], strict=True)))
+            outputs[str(request)] = attend(*numbers.values(), window, images[request])[start:]
+        return {"outputs": outputs}
+
+
+def run_kernel(isa: str, window: int | None, starts: tuple[int, ...], images: dict) -> dict[str, torch.Tensor]:
+    """Compute each request's outputs by vLLM's kernel, of the tokens from ``starts`` on."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from hardware.cpu.image_rule import list_runs, replace_requests
 
-    torch.manual_seed(0)
-    lengths = (30, 9, 50)
-    drawn = [[torch.randn(n, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)] for n in lengths]
+    lengths, drawn = LENGTHS, draw_requests()
     cache = torch.zeros(4, GROUPS, BLOCK * 2, DIM)
     keys, values = cache.chunk(2, dim=2)
     for request, (_, key, value) in enumerate(drawn):
@@ -100,11 +119,8 @@ def compare(isa: str, window: int | None, starts: tuple[int, ...], images: dict)
     tensors = dict(query=query, key_cache=keys, value_cache=values, output=output, block_table=told.block_table_tensor)
     how = dict(scale=DIM**-0.5, causal=False, alibi_slopes=None, sliding_window=reach, softcap=0, s_aux=None)
     ops.cpu_attention_with_kv_cache(**tensors, **how, scheduler_metadata=plan, **sequences)
-    found = output.split([n - start for n, start in zip(lengths, starts)])
-    return [
-        float((found[request] - attend(*drawn[request], window, images[request])[start:]).abs().max())
-        for request, start in enumerate(starts)
-    ]
+    outputs = output.split([n - start for n, start in zip(lengths, starts)])
+    return {str(request): tensor for request, tensor in enumerate(outputs)}
 
 
 def attend(query, key, value, window: int | None, images: list[tuple[int, int]]) -> torch.Tensor:
