@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.ranks.engines_cases import LENGTHS, build_engine, make_batch, plan
+from support.ranks.engines_cases import LENGTHS, build_engine, compute_steps, make_batch, plan
 from support.ranks.pool import draw_address
+from support.rounding import check_distances, measure_rounding
 
 from engines.batch.shard import Shard
 from rlworker.checks.reference.huggingface import probe_loss
-
-LIMIT = 2e-6
-"""Largest absolute difference: a product of a few rows is added up in another order than one of many."""
 
 
 def weigh(batch):
@@ -53,16 +51,23 @@ def score_both_ways(rank: int, world: int, address: str, folder: str, settings: 
         pytest.param({"pp": 2}, id="PP2", marks=pytest.mark.large),
     ],
 )
-def test_scores_of_targets_that_count(one_rank, two_ranks, make_hf_model, settings):
-    """Each sequence is a micro-batch of its own, so that the last has nothing to score."""
-    ranks, case = one_rank if not settings else two_ranks, settings | {"micro_batch_tokens": 1}
-    found = next(x for x in ranks.run(score_both_ways, draw_address(), make_hf_model("qwen2", False), case) if x)
+def test_scores_of_targets_that_count(one_rank, two_ranks, make_hf_model, measured, settings):
+    """Each sequence is a micro-batch of its own, so that the last has nothing to score. A product of a few rows is
+    added up in another order than one of many."""
+    ranks = two_ranks if settings else one_rank
+    case, folder = settings | {"micro_batch_tokens": 1}, make_hf_model("qwen2", False)
+    found = next(x for x in ranks.run(score_both_ways, draw_address(), folder, case) if x)
     every, scored = (found["schedule"].restore([outputs]) for outputs in found["outputs"])
     batch = weigh(make_batch())
     reads = batch.mask | (batch.weights != 0)
-    for all_targets, few in ((every.logprobs, scored.logprobs), (every.entropy, scored.entropy)):
-        assert (few[reads] - all_targets[reads]).abs().max() <= LIMIT and all_targets.all()
-        assert not few[~reads].any()
+    want, distances = measure_rounding(compute_steps, folder), {}
+    for kind, all_targets, few in (
+        ("logprobs", every.logprobs, scored.logprobs),
+        ("entropy", every.entropy, scored.entropy),
+    ):
+        distances[kind] = want.compare(kind, few, base=all_targets * reads)
+        assert all_targets.all()
+    check_distances(distances, measured, str(settings))
     if "cp" not in settings:  # where a rank has all tokens
         assert sum(found["given"]) == batch.num_tokens + int(reads.sum()) and 0 in found["given"]
 

@@ -1,7 +1,7 @@
 """Prompts that are computed once against the same engine and batch with each sample by itself."""
 
 import shutil
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +15,12 @@ from support.factors import (
     STATE_FAMILIES,
     parse_size,
 )
+from support.huggingface import name_weights, run_forward
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan, start_process
 from support.ranks.pool import draw_address
 from support.ranks.shared_cases import (
+    compute_alone,
     compute_both_ways,
     make_forked,
     make_grouped,
@@ -27,16 +29,13 @@ from support.ranks.shared_cases import (
     make_uneven,
 )
 from support.ranks.vlm_cases import make_images
+from support.rounding import Draw, Rounding, check_distances, find_largest, measure_rounding
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
 from engines.probes.faults import mend, plant
-from rlworker.checks.reference.huggingface import probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
-LIMITS = {"logprobs": 5e-6, "top_logprobs": 5e-6, "entropy": 5e-6, "values": 5e-6, "gradients": 1e-6}
-"""Largest absolute differences."""
-OF_THE_LARGEST = 2e-6
-"""Gradients of Gemma's embedding are multiplied by sqrt(hidden): the limit grows with the largest gradient."""
 SIZES = ("one", "TP2", "PP2", "CP2", "TP2-CP2")
 SETTINGS = {
     "whole": {},
@@ -50,31 +49,36 @@ SETTINGS = {
 }
 
 
-def check(ranks: list[list[dict]], measured, label: str) -> None:
+def check(ranks: list[list[dict]], want: Rounding, measured, label: str) -> None:
     """Compare the two ways of all ranks, and check that the second computes less."""
     outputs = []
     for way in range(2):
         leaders = sorted((r[way] for r in ranks if r[way]["outputs"]), key=lambda r: r["dp_rank"])
         columns = {n: torch.cat([r["outputs"][n] for r in leaders]) for n in leaders[0]["outputs"]}
         outputs.append({n: leaders[0]["schedule"].restore_order(column) for n, column in columns.items()})
-    found = {name: float((column - outputs[1][name]).abs().max()) for name, column in outputs[0].items()}
-    plain, shared = (ranks[0][way]["gradients"] for way in range(2))
-    found["gradients"] = max(float((gradient - shared[name]).abs().max()) for name, gradient in plain.items())
-    largest = max(float(gradient.abs().max()) for gradient in plain.values())
-    measured(found)
-    limits = LIMITS | {"gradients": max(LIMITS["gradients"], OF_THE_LARGEST * largest)}
-    assert all(difference <= limits[name] for name, difference in found.items()), (label, found)
-    assert plain.keys() == shared.keys() and largest > 1e-3
+    plain, shared = (outputs[way] | {"gradients": ranks[0][way]["gradients"]} for way in range(2))
+    assert plain.keys() == shared.keys()
+    distances = {kind: want.compare(kind, numbers, base=plain[kind]) for kind, numbers in shared.items()}
+    check_distances(distances, measured, label)
+    assert max(float(gradient.abs().max()) for gradient in plain["gradients"].values()) > 1e-3
     schedules = [ranks[0][way]["schedule"] for way in range(2)]
     assert schedules[0].digest != schedules[1].digest
     assert schedules[0].count_computed() == sum(schedules[0].lengths) > schedules[1].count_computed()
     assert ranks[0][1]["slots"] <= ranks[0][0]["slots"]
 
 
-def compare(pool, measured, label: str, *case) -> list[list[dict]]:
+@cache
+def measure_alone(folder: str, head: str, make) -> Rounding:
+    return measure_rounding(compute_alone, folder, head, make)
+
+
+def compare(
+    pool, measured, label: str, model, settings: dict, platform: str = "cpu", make=make_grouped, share: str = "prompts"
+) -> list[list[dict]]:
     """Run both ways of a case of ``compute_both_ways`` on every rank, and compare them."""
-    ranks = pool.run(compute_both_ways, draw_address(), *case)
-    check(ranks, measured, label)
+    ranks = pool.run(compute_both_ways, draw_address(), model, settings, platform, make, share)
+    folder, head = (model.folder, model.head) if isinstance(model, ModelSpec) else (model, "language")
+    check(ranks, measure_alone(folder, head, make), measured, label)
     return ranks
 
 
@@ -229,27 +233,44 @@ def test_trees_with_images(one_rank, tmp_path, make_images_batch, measured, fami
     compare(one_rank, measured, f"tree {family}", *case)
 
 
-def step_both_ways(rank: int, world: int, address: str, folder: str) -> tuple[float, float]:
-    """The largest difference of a weight after three steps, and how far it went."""
-    optimizer, weights = OptimizerConfig(lr=1e-3, adam_eps=1e-5), []
+STEPS = OptimizerConfig(lr=1e-3, adam_eps=1e-5)
+SEEDS = (1, 2, 3)
+"""Of the batches of three steps."""
+
+
+def step_both_ways(rank: int, world: int, address: str, folder: str) -> list[dict[str, torch.Tensor]]:
+    """The weights before any step, and after three steps each way."""
+    weights = []
     for share in ("none", "prompts"):
-        engine = build_engine(rank, world, address, folder, {"optimizer": optimizer, "share": share})
+        engine = build_engine(rank, world, address, folder, {"optimizer": STEPS, "share": share})
         before = {name: tensor.clone() for name, tensor in engine.export_weights()}
-        for seed in (1, 2, 3):
+        for seed in SEEDS:
             batch = make_grouped(seed=seed)
             engine.train_step(plan(engine, batch)[1], probe_loss, float(batch.mask.sum()))
         weights.append({name: tensor.clone() for name, tensor in engine.export_weights()})
-    apart, moved = (
-        max(float((tensor - other[name]).abs().max()) for name, tensor in weights[1].items())
-        for other in (weights[0], before)
-    )
-    return apart, moved
+    return [before, *weights]
+
+
+def step_alone(draw: Draw, folder: str) -> dict:
+    """The weights after three steps of HuggingFace's model."""
+    spec, batches = ModelSpec.from_folder(folder), [make_grouped(seed=seed) for seed in SEEDS]
+    with draw.computing():
+        model = draw.load(partial(load_huggingface, spec))
+        optimizer = torch.optim.AdamW(model.parameters(), STEPS.lr, eps=STEPS.adam_eps, weight_decay=0.0)
+        for batch in batches:
+            optimizer.zero_grad()
+            (run_forward(model, spec, batch, probe_loss, at_once=draw.at_once).loss / batch.mask.sum()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), STEPS.clip_grad)
+            optimizer.step()
+        return {"weights": name_weights(model, spec)}
 
 
 def test_weights_after_three_steps(one_rank, make_hf_model, measured):
-    apart, moved = one_rank.run(step_both_ways, draw_address(), make_hf_model("qwen2", True))[0]
-    measured({"weights": apart})
-    assert apart <= 1e-6 and moved > 2e-3
+    folder = make_hf_model("qwen2", True)
+    before, plain, shared = one_rank.run(step_both_ways, draw_address(), folder)[0]
+    want = measure_rounding(step_alone, folder)
+    check_distances({"weights": want.compare("weights", shared, base=plain)}, measured, "three steps")
+    assert max(find_largest(tensor, before[name]) for name, tensor in shared.items()) > 2e-3
 
 
 # -- faults that the comparison above finds
@@ -269,8 +290,9 @@ FOUND_BY_PARITY = ("own positions from 0", "one target for all samples", "the gr
 
 @pytest.mark.parametrize("fault", FOUND_BY_PARITY)
 def test_a_fault_of_sharing_is_found_by_parity(one_rank, make_hf_model, fault):
-    ranks = one_rank.run(partial(compute_with_fault, fault), draw_address(), make_hf_model("qwen2", False), {}, "cpu")
+    folder = make_hf_model("qwen2", False)
+    ranks = one_rank.run(partial(compute_with_fault, fault), draw_address(), folder, {}, "cpu")
     with pytest.raises(AssertionError, match="gradients"):
-        check(ranks, lambda found: None, fault)
+        check(ranks, measure_alone(folder, "language", make_grouped), lambda *values: None, fault)
     plain, shared = (ranks[0][way]["gradients"] for way in range(2))
     assert max(float((gradient - shared[name]).abs().max()) for name, gradient in plain.items()) > 1e-4

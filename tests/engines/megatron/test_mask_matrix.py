@@ -13,6 +13,7 @@ from support.factors import LAYOUTS, PLATFORMS, SIZES, parse_size
 from support.huggingface import name_gradients, run_forward
 from support.ranks.engines_cases import build_engine, gather_logits, make_batch, plan
 from support.ranks.pool import Ranks, draw_address
+from support.rounding import Distance, Draw, Rounding, check_distances, measure_rounding
 
 from engines.batch.batch import TrainBatch
 from engines.models.spec import ModelSpec
@@ -55,14 +56,18 @@ def may_see(rule: Rule, images: list[int], query: int, key: int) -> bool:
 
 @pytest.fixture(scope="module")
 def reference(make_hf_model):
-    batch, found = batch_with_images(), {}
-    spec = ModelSpec.from_folder(make_hf_model("qwen2", True))
-    for name, rule in RULES.items():
-        model = load_huggingface(spec)
-        run = run_forward(model, spec, batch, probe_loss, arguments=partial(mask_argument, rule))
+    folder = make_hf_model("qwen2", True)
+    return {name: measure_rounding(compute_under_rule, folder, name) for name in RULES}
+
+
+def compute_under_rule(draw: Draw, folder: str, name: str) -> dict:
+    """Compute logits and gradients under a rule's own mask."""
+    batch, spec = batch_with_images(), ModelSpec.from_folder(folder)
+    with draw.computing():
+        model = draw.load(partial(load_huggingface, spec))
+        run = run_forward(model, spec, batch, probe_loss, arguments=partial(mask_argument, RULES[name]))
         (run.loss / batch.mask.sum()).backward()
-        found[name] = run.logits.detach(), name_gradients(model, spec)
-    return found
+        return {"logits": run.logits, "gradients": name_gradients(model, spec)}
 
 
 def mask_argument(rule: Rule, one: TrainBatch) -> dict[str, torch.Tensor]:
@@ -114,24 +119,21 @@ def check_rules(make_hf_model, reference, measured):
         ranks = pool.run(run_rules, *case, platform, places, True)
         on_cpu = ranks if platform == "cpu" else pool.run(run_rules, *case, "cpu", places, False)
         for place in places:
-            found = differences([rank[place] for rank in ranks], [rank[place] for rank in on_cpu], reference[place[1]])
-            measured(found)
-            assert max(found["logits"], found["logits from cpu"]) <= 1e-5, (label, platform, place, found)
-            assert found["gradients"] <= 1e-6, (label, platform, place, found)
+            distances = compare([rank[place] for rank in ranks], [rank[place] for rank in on_cpu], reference[place[1]])
+            check_distances(distances, measured, f"{label} {platform} {place}")
 
     return run
 
 
-def differences(results: list[tuple], on_cpu: list[tuple], want: tuple) -> dict[str, float]:
-    """Of the ranks' results, in which no probe may have found anything, from HuggingFace's and from the CPU's."""
+def compare(results: list[tuple], on_cpu: list[tuple], want: Rounding) -> dict[str, Distance]:
+    """Compare the ranks' results, in which no probe may have found anything, with HuggingFace's and the CPU's."""
     assert [leaks for leaks, *_ in results] == [[]] * len(results)
-    want_logits, want_gradients = want
     _, logits, gradients = next(result for result in results if result[1] is not None)
     cpu_logits = next(result[1] for result in on_cpu if result[1] is not None)
     return {
-        "logits": float((logits - want_logits).abs().max()),
-        "gradients": max(float((gradients[n] - g).abs().max()) for n, g in want_gradients.items()),
-        "logits from cpu": float((logits - cpu_logits).abs().max()),
+        "logits": want.compare("logits", logits),
+        "gradients": want.compare("gradients", gradients),
+        "logits from cpu": want.compare("logits", logits, base=cpu_logits),
     }
 
 
@@ -170,7 +172,7 @@ def test_a_platform_refuses_the_rest(platform):
 
 def test_the_reference_masks_differ(reference):
     """A rule that changed nothing would prove nothing."""
-    logits = [reference[name][0] for name in RULES]
+    logits = [reference[name].truth["logits"][""] for name in RULES]
     assert all(float((a - b).abs().max()) > 0.1 for i, a in enumerate(logits) for b in logits[:i])
 
 

@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from support.cover import in_runs
 from support.factors import parse_size
 from support.huggingface import name_gradients, run_forward
-from support.ranks.engines_cases import build_engine, make_batch, plan
+from support.ranks.engines_cases import build_engine, compute_steps, make_batch, plan
 from support.ranks.pool import draw_address
 from support.ranks.shared_cases import make_grouped
+from support.rounding import Draw, check_distances, measure_rounding
 
 from engines.models.spec import ModelSpec
 from hardware.megatron.form import NO_ROUTE
 from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
 
-LIMIT = 1e-6
-"""Largest difference of logprobs and gradients, and of logprobs from those by own routing in fp32."""
 LAYERS, EXPERTS, CHOSEN = 4, 8, 3
 
 
@@ -46,21 +45,23 @@ MAKERS = {"lone": partial(make_replayed, make_batch), "grouped": partial(make_re
 
 @pytest.fixture(scope="module")
 def reference(make_hf_model):
-    """``reference(kind)``: logprobs ``[N]`` and gradients by transformers, one sequence at a time, experts forced."""
+    """``reference(family, kind)``: the rounding of ``compute_forced``."""
+    return cache(lambda family, kind: measure_rounding(compute_forced, make_hf_model(family, False), kind))
 
-    def compute(family: str, kind: str) -> tuple[torch.Tensor, dict]:
-        spec, batch = ModelSpec.from_folder(make_hf_model(family, False)), MAKERS[kind]()
-        model = load_huggingface(spec)
-        parts = [part for part in batch.routes.split(list(batch.lengths)) if len(part)]
+
+def compute_forced(draw: Draw, folder: str, kind: str) -> dict:
+    """Compute logprobs ``[N]`` and gradients by transformers, one sequence at a time, experts forced."""
+    spec, batch = ModelSpec.from_folder(folder), MAKERS[kind]()
+    parts = [part for part in batch.routes.split(list(batch.lengths)) if len(part)]
+    with draw.computing():
+        model = draw.load(partial(load_huggingface, spec))
         for name, gate in model.named_modules():
             if name.endswith(".mlp.gate"):
                 given = iter([part[:, int(name.split(".")[2])].long() for part in parts])
                 gate.register_forward_hook(partial(force_choices, given))
-        outputs = run_forward(model, spec, batch, probe_loss)
-        (outputs.loss / float(batch.mask.sum())).backward()
-        return outputs.outputs.logprobs.detach(), name_gradients(model, spec)
-
-    return cache(compute)
+        found = run_forward(model, spec, batch, probe_loss)
+        (found.loss / float(batch.mask.sum())).backward()
+        return {"logprobs": found.outputs.logprobs, "gradients": name_gradients(model, spec)}
 
 
 def force_choices(given, gate, inputs, found):
@@ -95,16 +96,13 @@ def compare(pool_of, make_hf_model, reference, measured):
         ranks = pool_of(size).run(compute_replayed, draw_address(), folder, settings, kind)
         leaders = sorted((rank for rank in ranks if rank["leads"]), key=lambda rank: rank["dp_rank"])
         got = leaders[0]["schedule"].restore([rank["outputs"] for rank in leaders]).logprobs
-        want, gradients = reference(family, kind)
-        differences = {
-            "logprobs": float((got - want).abs().max()),
-            "gradients": max(
-                float((leaders[0]["gradients"][name] - gradient).abs().max()) for name, gradient in gradients.items()
-            ),
+        want = reference(family, kind)
+        distances = {
+            "logprobs": want.compare("logprobs", got),
+            "gradients": want.compare("gradients", leaders[0]["gradients"]),
         }
-        measured(differences)
-        assert differences["logprobs"] < 1e-5 and differences["gradients"] < LIMIT, differences
-        assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-2
+        check_distances(distances, measured, f"{size} {kind} {family} {settings}")
+        assert max(float(gradient.abs().max()) for gradient in want.truth["gradients"].values()) > 1e-2
 
     return run
 
@@ -153,5 +151,6 @@ def test_its_own_choices_change_nothing_in_fp32(one_rank, make_hf_model, measure
         run_forward(model, spec, make_batch(), probe_loss)
     routes = torch.stack([torch.cat(parts) for parts in chosen.values()], dim=1).to(torch.uint8)
     own, given, shifted = one_rank.run(compute_own, draw_address(), folder, routes)[0]
-    measured({"own": float((given - own).abs().max())})
-    assert float((given - own).abs().max()) <= LIMIT and float((shifted - own).abs().mean()) > 0.01
+    want, mask = measure_rounding(compute_steps, folder), make_batch().mask
+    check_distances({"own": want.compare("logprobs", given * mask, base=own * mask)}, measured, "own choices")
+    assert float((shifted - own).abs().mean()) > 0.01
