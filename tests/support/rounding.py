@@ -260,7 +260,9 @@ def find_key(compute: Compute, arguments: tuple) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describe an argument by what it holds: files by their bytes, the rest as Python writes it."""
+    """Describe an argument by what it holds: files and tensors by their bytes, the rest as Python writes it."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {describe(each)}' for name, each in value.items())}}}"
     if isinstance(value, list | tuple):

@@ -1,23 +1,25 @@
 """Every loss through real engines: its gradient is the same however the batch is cut, spread and laid out."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 from support.cover import matrix
 from support.factors import LAYOUTS, count_ranks, parse_size
+from support.huggingface import name_gradients
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
+from support.ranks.shared_cases import compute_logits, score_logits
+from support.rounding import Draw, Rounding, check_distances, measure_rounding
 
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import list_columns
 from engines.models.spec import ModelSpec
 from rlworker.algorithms import losses
 from rlworker.algorithms.losses import constant_length, policy_loss, sequence_mean, sft_loss, token_mean, value_loss
+from rlworker.checks.reference.huggingface import load_huggingface
 
-LIMIT = 1e-5
-"""Largest ``|difference| / |gradient|`` (2-norms) of a tensor."""
 _ENTROPY, constant_length_of_32 = partial(policy_loss, entropy_coef=0.05), partial(constant_length, tokens=32)
 ppo, truncated = losses.ppo, losses.truncated_importance
 POLICY = {
@@ -79,6 +81,29 @@ def draw_top(batch: TrainBatch, generator: torch.Generator, top: int = 5) -> dic
     }
 
 
+def weigh(batch: TrainBatch, name: str, aggregation) -> tuple[TrainBatch, float]:
+    """Give a batch the weights of an aggregation, and return it with the denominator."""
+    weights, denominator = aggregation(batch)
+    top_ids = batch.rollout_top_ids if "centered" in name else None  # the others do not ask for them
+    return replace(batch, weights=weights, rollout_top_ids=top_ids), denominator
+
+
+def compute_alone(draw: Draw, folder: str, head: str, logprobs: torch.Tensor | None) -> dict:
+    """Gradients of each loss by HuggingFace, one sequence at a time."""
+    model, batch = ModelSpec.from_folder(folder, head=head), full_batch(logprobs)
+    gradients = {}
+    with draw.computing():
+        network = draw.load(partial(load_huggingface, model))
+        logits = compute_logits(draw, network, model, batch)
+        for name, (loss, aggregation) in HEADS[head].items():
+            part, denominator = weigh(batch, name, aggregation)
+            part = draw.cast(part)
+            network.zero_grad()
+            (loss(score_logits(model, part, logits), part)[0] / denominator).backward(retain_graph=True)
+            gradients[name] = {weight: gradient.clone() for weight, gradient in name_gradients(network, model).items()}
+    return gradients
+
+
 def compute_gradients(
     rank: int, world: int, address: str, folder: str, settings: dict, head: str, cases: dict, logprobs=None
 ) -> dict:
@@ -91,9 +116,8 @@ def compute_gradients(
         logprobs = schedule.restore([engine.forward(shard)]).logprobs
     batch, found = full_batch(logprobs), {}
     for name, (loss, aggregation) in cases.items():
-        weights, denominator = aggregation(batch)
-        top_ids = batch.rollout_top_ids if "centered" in name else None  # the others do not ask for them
-        _, shard = plan(engine, replace(batch, weights=weights, rollout_top_ids=top_ids))
+        part, denominator = weigh(batch, name, aggregation)
+        _, shard = plan(engine, part)
         metrics, parts = engine.backward(shard, loss, denominator)
         assert not any("top_logprobs" in list_columns(part) for part in parts), "only a loss reads it"
         gradients = gather_gradients(engine)
@@ -115,6 +139,16 @@ def whole(one_rank, folders):
 
 
 @pytest.fixture(scope="module")
+def rounding(whole, folders):
+    """``rounding(head)``: of ``compute_alone``, with the logprobs that the whole batch has."""
+
+    def measure(head: str) -> Rounding:
+        return measure_rounding(compute_alone, folders[head], head, whole(head, HEADS[head])["logprobs"])
+
+    return cache(measure)
+
+
+@pytest.fixture(scope="module")
 def folders(make_hf_model, make_critic) -> dict[str, str]:
     return {"language": make_hf_model("qwen2", False), "value": make_critic("qwen2")}
 
@@ -130,22 +164,18 @@ FEW_CUTS = ("DP2-split", "PP2-split", "TP2-CP2-split")
     allowed=lambda case: case["head"] == "language" or case["cut"] in FEW_CUTS,
     heavy=lambda case: count_ranks(CUTS[case["cut"]][0]) == 4 and (case["cut"], case["layout"]) != LIGHT,
 )
-def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, measured, cut, head, layout):
+def test_gradients_do_not_depend_on_the_cut(pool_of, whole, folders, rounding, measured, cut, head, layout):
     (size, settings), cases = CUTS[cut], HEADS[head]
     want = whole(head, cases)
     args = (folders[head], parse_size(size) | settings | {"layout": layout}, head, cases, want["logprobs"])
     ranks = pool_of(size).run(compute_gradients, draw_address(), *args)
     leaders = [rank["found"] for rank in ranks if rank["leader"]]
+    distances = {}
     for name, (gradients, sums) in want["found"].items():
-        apart = {
-            tensor: float((leaders[0][name][0][tensor] - gradient).norm() / gradient.norm())
-            for tensor, gradient in gradients.items()
-        }
-        worst = max(apart, key=apart.get)
-        measured({name: apart[worst]})
-        assert apart[worst] <= LIMIT, f"{name}: {worst}"
+        distances[name] = rounding(head).compare(name, leaders[0][name][0], base=gradients)
         for key, value in sums.items():
             assert sum(leader[name][1][key] for leader in leaders) == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    check_distances(distances, measured, f"{cut} {head} {layout}")
 
 
 def test_the_cases_reach_what_they_are_for(whole):

@@ -136,16 +136,19 @@ def compute_alone(draw: Draw, folder: str, head: str, make) -> dict:
     loss = _choose_loss(model, batch)
     with draw.computing():
         network = draw.load(partial(load_huggingface, model))
-        if draw.at_once and not model.vision:
-            logits = compute_padded_logits(network, batch)
-        else:
-            logits = torch.cat([scores for _, scores in iterate_logits(network, batch, make_image_arguments(model))])
-        outputs = _score(model, batch, logits)
+        outputs = score_logits(model, batch, compute_logits(draw, network, model, batch))
         (loss(outputs, batch)[0] / batch.mask.sum()).backward()
         return list_columns(outputs) | {"gradients": name_gradients(network, model)}
 
 
-def _score(model: ModelSpec, batch: TrainBatch, logits: torch.Tensor) -> TokenOutputs | ValueOutputs:
+def compute_logits(draw: Draw, network, model: ModelSpec, batch: TrainBatch) -> torch.Tensor:
+    """Compute logits ``[N, vocab]``, or a critic's values ``[N, 1]``, by HuggingFace's ``network``."""
+    if draw.at_once and not model.vision:
+        return compute_padded_logits(network, batch)
+    return torch.cat([scores for _, scores in iterate_logits(network, batch, make_image_arguments(model))])
+
+
+def score_logits(model: ModelSpec, batch: TrainBatch, logits: torch.Tensor) -> TokenOutputs | ValueOutputs:
     """Score logits ``[N, vocab]``: the sampler's likeliest ids too, if the batch has them, and all others together."""
     if model.head == "value":
         return ValueOutputs(logits[:, 0])
