@@ -5,6 +5,7 @@ The computation itself is ``rlworker.checks.reference.huggingface``, one sequenc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,6 +76,22 @@ def run_forward(
         outputs.append(score_tokens(scores, one.targets, spec.banned_tokens, temperature))
         total = total + loss(outputs[-1], one)[0]
     return ForwardPass(torch.cat(logits), join_outputs(outputs), total)
+
+
+def open_images(spec: ModelSpec, batch: TrainBatch, dtype: torch.dtype) -> Arguments:
+    """Open a batch's images now, and return a function that gives each sequence its own, in turn, again and again.
+
+    Args:
+        dtype: of the pixels. Opened while all is computed in float64, some would be rounded to other whole numbers.
+    """
+    see, given = make_image_arguments(spec), []
+    for number in range(len(batch)):
+        one = batch.select(number, number + 1)
+        if one.num_tokens:
+            inputs = see(one)
+            given.append({name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()})
+    turns = itertools.cycle(given)
+    return lambda one: next(turns)
 
 
 def compute_padded_logits(model: PreTrainedModel, batch: TrainBatch) -> Tensor:

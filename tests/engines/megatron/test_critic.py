@@ -7,11 +7,12 @@ import torch
 from safetensors import safe_open
 from support.cover import in_runs, matrix
 from support.factors import FOUR_RANKS, IMAGE_FAMILIES, LAYOUTS, RECOMPUTE, TWO_RANKS, parse_size
-from support.huggingface import compute_padded_logits, name_gradients
+from support.huggingface import name_gradients
 from support.models import make_vlm
 from support.ranks.critic_cases import check_critic, run_beside_actor, run_critic
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
+from support.ranks.shared_cases import compute_logits
 from support.ranks.vlm_cases import make_images
 from support.rounding import Draw, measure_rounding
 
@@ -19,7 +20,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import TokenOutputs, ValueOutputs, list_columns
 from engines.config import LoraConfig, OptimizerConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.reference.huggingface import iterate_logits, load_huggingface
+from rlworker.checks.reference.huggingface import load_huggingface
 
 FAMILIES = ("llama", "qwen3")
 """Some of those of which transformers has a token classification; the other tests of critics run qwen2."""
@@ -41,10 +42,7 @@ def compute_values(draw: Draw, folder: str) -> dict:
     spec, batch = ModelSpec.from_folder(folder, head="value"), make_value_batch()
     with draw.computing():
         model = draw.load(partial(load_huggingface, spec))
-        if draw.at_once:
-            values = compute_padded_logits(model, batch)[:, 0]
-        else:
-            values = torch.cat([scores[:, 0] for _, scores in iterate_logits(model, batch)])
+        values = compute_logits(draw, model, batch)[:, 0]
         loss, _ = squared(ValueOutputs(values), batch)
         (loss / batch.mask.sum()).backward()
         return {"values": values, "gradients": name_gradients(model, spec)}

@@ -94,7 +94,7 @@ def compute_alone(draw: Draw, folder: str, head: str, logprobs: torch.Tensor | N
     gradients = {}
     with draw.computing():
         network = draw.load(partial(load_huggingface, model))
-        logits = compute_logits(draw, network, model, batch)
+        logits = compute_logits(draw, network, batch)
         for name, (loss, aggregation) in HEADS[head].items():
             part, denominator = weigh(batch, name, aggregation)
             part = draw.cast(part)

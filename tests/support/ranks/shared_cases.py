@@ -4,7 +4,7 @@ import dataclasses
 from functools import partial
 
 import torch
-from support.huggingface import compute_padded_logits, name_gradients
+from support.huggingface import compute_padded_logits, name_gradients, open_images
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.vlm_cases import make_prompts
 from support.rounding import Draw
@@ -17,7 +17,6 @@ from rlworker.algorithms.losses import policy_loss, truncated_importance
 from rlworker.checks.reference.huggingface import (
     iterate_logits,
     load_huggingface,
-    make_image_arguments,
     probe_loss,
     score_tokens,
 )
@@ -133,19 +132,23 @@ def compute_alone(draw: Draw, folder: str, head: str, make) -> dict:
     """Compute by HuggingFace outputs and gradients of the batch ``make(model)``, each sample by itself."""
     model = ModelSpec.from_folder(folder, head=head)
     batch = draw.cast(make(model))
-    loss = _choose_loss(model, batch)
+    loss, see = _choose_loss(model, batch), open_images(model, batch, draw.dtype)
     with draw.computing():
         network = draw.load(partial(load_huggingface, model))
-        outputs = score_logits(model, batch, compute_logits(draw, network, model, batch))
+        if model.vision:
+            logits = torch.cat([scores for _, scores in iterate_logits(network, batch, see)])
+        else:
+            logits = compute_logits(draw, network, batch)
+        outputs = score_logits(model, batch, logits)
         (loss(outputs, batch)[0] / batch.mask.sum()).backward()
         return list_columns(outputs) | {"gradients": name_gradients(network, model)}
 
 
-def compute_logits(draw: Draw, network, model: ModelSpec, batch: TrainBatch) -> torch.Tensor:
-    """Compute logits ``[N, vocab]``, or a critic's values ``[N, 1]``, by HuggingFace's ``network``."""
-    if draw.at_once and not model.vision:
+def compute_logits(draw: Draw, network, batch: TrainBatch) -> torch.Tensor:
+    """Compute logits of text ``[N, vocab]``, or a critic's values ``[N, 1]``, by HuggingFace's ``network``."""
+    if draw.at_once:
         return compute_padded_logits(network, batch)
-    return torch.cat([scores for _, scores in iterate_logits(network, batch, make_image_arguments(model))])
+    return torch.cat([scores for _, scores in iterate_logits(network, batch)])
 
 
 def score_logits(model: ModelSpec, batch: TrainBatch, logits: torch.Tensor) -> TokenOutputs | ValueOutputs:

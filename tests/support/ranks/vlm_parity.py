@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from support.huggingface import name_gradients, name_weights, run_forward
+from support.huggingface import name_gradients, name_weights, open_images, run_forward
 from support.ranks.vlm_cases import ROWS, make_vlm_batch, name_part
 from support.rounding import Draw, Rounding, check_distances, measure_rounding
 
@@ -25,9 +25,10 @@ def compute_vlm_steps(draw: Draw, folder: str, images, rows, steps: int) -> dict
     weights after as many ``steps`` of ``OPTIMIZER``."""
     spec = ModelSpec.from_folder(folder)
     batch = make_vlm_batch(spec, images, rows)
+    run = partial(run_forward, arguments=open_images(spec, batch, draw.dtype))
     with draw.computing():
         model = draw.load(partial(load_huggingface, spec))
-        found = run_forward(model, spec, batch, probe_loss)
+        found = run(model, spec, batch, probe_loss)
         (found.loss / batch.mask.sum()).backward()
         result = {
             "logits": found.logits,
@@ -37,7 +38,7 @@ def compute_vlm_steps(draw: Draw, folder: str, images, rows, steps: int) -> dict
         optimizer = torch.optim.AdamW(model.parameters(), OPTIMIZER.lr, eps=OPTIMIZER.adam_eps, weight_decay=0.0)
         for _ in range(steps):
             optimizer.zero_grad()
-            (run_forward(model, spec, batch, probe_loss).loss / batch.mask.sum()).backward()
+            (run(model, spec, batch, probe_loss).loss / batch.mask.sum()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
             optimizer.step()
         return result | ({"weights": name_weights(model, spec)} if steps else {})

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES, LAYOUTS, parse_size
-from support.huggingface import name_gradients
+from support.huggingface import name_gradients, open_images
 from support.models import make_vlm
 from support.ranks.critic_cases import check_critic, run_critic
 from support.ranks.pool import draw_address
@@ -16,7 +16,7 @@ from support.ranks.vlm_cases import make_images, make_vlm_batch
 from support.rounding import Draw, measure_rounding
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.reference.huggingface import load_huggingface, make_image_arguments
+from rlworker.checks.reference.huggingface import load_huggingface
 
 
 def make_critic(folder, family: str) -> str:
@@ -35,7 +35,8 @@ def make_critic(folder, family: str) -> str:
 def compute_by_hand(draw: Draw, folder: str, images) -> dict:
     """Values ``[N]`` and gradients by the names in the folder, from transformers' last hidden states."""
     spec, weights = ModelSpec.from_folder(folder), load_file(f"{folder}/model.safetensors")
-    batch, see = make_vlm_batch(spec, images), make_image_arguments(spec)
+    batch = make_vlm_batch(spec, images)
+    see = open_images(spec, batch, draw.dtype)
     with draw.computing():
         model = draw.load(partial(load_huggingface, spec))
         head = draw.load(partial(load_head, weights))
