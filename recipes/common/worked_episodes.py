@@ -51,10 +51,13 @@ class Teacher:
     async def sample(self, policy: Policy, episode: Episode, max_tokens: int, stop: Stops) -> Sample:
         text = self.say(episode.row, episode.turns)
         ids = [*encode_after(self.codec.tokenizer, episode.token_ids[-1], text), self.codec.stop_token_ids[0]]
-        token_ids = np.asarray(ids, np.int32)
-        episode.add_sample(token_ids)
         calls = [json.loads(call) for call in re.findall(r"<tool_call>(.*?)</tool_call>", text)]
-        return Sample(text, token_ids, True, tuple(ToolCall(call["name"], call["arguments"]) for call in calls))
+        tool_calls = tuple(ToolCall(call["name"], call["arguments"]) for call in calls)
+        content = text.partition("<tool_call>")[0] if calls else ""
+        sample = Sample(text, np.asarray(ids, np.int32), True, tool_calls, content=content)
+        sample = sample.number_calls(episode.turns)
+        episode.add_sample(sample.token_ids, sample.calls, sample.content)
+        return sample
 
     async def call_tool(
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlworker.data.messages import flatten_content, is_begun
 from rlworker.data.rows import Row
 from rlworker.environments.episode import Episode, read_number
 from rlworker.environments.policy import Policy
@@ -68,6 +69,9 @@ class CombinedParts:
 async def _ask(policy: Policy, name: str, kind: str, text: str, row: Row) -> float:
     """Ask a judge about a text, or a classifier about the chat that it ends."""
     asked = row.messages or ({"role": "user", "content": row.prompt},)
+    if is_begun(asked):  # the text goes on with the assistant's last message
+        *asked, begun = asked
+        text = (flatten_content(begun["content"]) or "") + text
     if kind == "judge":
         last = asked[-1]["content"]  # without what the policy's chat template writes around it
         question = last if isinstance(last, str) else row.prompt

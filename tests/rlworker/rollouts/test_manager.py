@@ -275,6 +275,19 @@ def test_groups_of_several_turns_are_drawn_and_dropped_as_groups_of_one():
     assert sample["outcome"] == "ok" and sample["turns"][3]["reward"] == sample["reward"]
 
 
+def test_what_episodes_note_is_told_once(capsys):
+    async def note(policy, row):
+        episode = Episode(row)
+        await policy.sample(episode)
+        episode.notes.append("environment: it has its own tools")
+        return episode
+
+    drawn = make_manager(ROWS[:4], 0, environment=note)
+    for _ in range(2):
+        drawn.sample(StepClock(), 0)
+    assert capsys.readouterr().out.count("environment: it has its own tools") == 1
+
+
 async def take_turns(policy, row):
     """Of a prompt of an even number one episode earns 1 in its first turn, all others in their second; of 1 and 3 all
     earn it in their second."""

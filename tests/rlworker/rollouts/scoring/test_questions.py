@@ -4,6 +4,7 @@ lost."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -195,6 +196,21 @@ def test_parts_are_weighed_and_told():
 
     line = describe_trajectory(done[0], make_codec())
     assert line["parts"] == dict(done[0].parts) and line["verdicts"][0]["text"].startswith("of ")
+
+
+def test_served_models_are_asked_about_a_begun_answer_as_a_whole():
+    """The prompt ends with the assistant's words, which the sample goes on with."""
+    models = {
+        name: ServedModelConfig("FOLDER", kind, template="") for name, kind in (("j", "judge"), ("c", "classifier"))
+    }
+    (row,) = make_rows("a")
+    row = replace(row, messages=({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So: "}))
+    served = {"j": Model(), "c": Model()}
+    (done,) = run_episodes(LocalPool(combine_parts({}, models)), [row], served=served)
+    asked = {name: model.asked[0][1][0] for name, model in served.items()}  # content of the first question
+    text = asked["j"]["text"]
+    assert text.startswith("So: ~") and asked["j"]["question"] == "Why?" and not done.failure
+    assert asked["c"] == [row.messages[0], {"role": "assistant", "content": text}]
 
 
 def test_parts_that_cannot_be_are_refused():
