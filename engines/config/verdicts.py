@@ -34,16 +34,23 @@ _PERCENT = re.compile(rf"({_NUMBER})\s*%")
 
 # What names a score, and what may stand between the name and the number.
 _FILLER = (
-    r"(?:\s|[:=,>]|-+(?!\.?\d)|(?:is|was|of|a|an|as|at|would|be|say|i|solid|only|just|about|given|to)\b)*"
-    rf"({_NUMBER}|{_OTHER})(?!\w)(?!\s*(?:to|or)\s*[\d{_OTHER}])"
+    r"(?:\s|[:=,>~\u2248]|-+(?!\.?\d)|(?:is|was|of|a|an|as|at|would|be|say|i|solid|only|just|about|given|to)\b)*"
+    rf"({_NUMBER}|{_OTHER})(?!\w)(?!\s*(?:to|or|[+*=])\s*[\d{_OTHER}])"
 )
-_LABEL = r"(?:(?:score|rating|grade|verdict)s?|(?:rate[ds]?|g[ia]ve[sn]?|giving)\s+(?:it|this|that|them))"
+_NAME = r"(?:score|rating|grade|verdict)s?"
+_LABEL = (
+    rf"(?:{_NAME}|(?:rate[ds]?|g[ia]ve[sn]?|giving)\s+(?:it|them|(?:this|that|the)(?:\s+[a-z]+)?)"
+    r"|(?:deserves?|earns?|gets?|receives?)\s+an?)"
+)
 _STRONG = re.compile(rf"\b{_LABEL}\b{_FILLER}", re.I)
+_MISSING = re.compile(rf"\b({_NAME}\s*[:=]\s*)(?:n/?a|none|null|unknown|unclear)\b", re.I)
 _WEAK = re.compile(rf"\b(?:answer|result|overall|total|final|points|marks)\s*[:=]{_FILLER}", re.I)
 
 _CHOICES = re.compile(r"\b(?:yes\s*(?:/|or)\s*no|true\s*(?:/|or)\s*false)\b", re.I)
 _NEGATION = re.compile(r"n['\u2019]t\b|\bnever\b", re.I)
-_WORD = re.compile(r"\b(not\s+)?(yes|true|no|false)\b([ \t]+[a-z])?", re.I)
+_GOES_ON = r"(?:the|it|its|this|that|these|those|because|since|as|there|he|she|they|i|we|you|but|and|or|is|was)\b"
+"""What follows a "no" that is an answer, and not the beginning of "no error"."""
+_WORD = re.compile(rf"\b(not\s+)?(yes|true|no|false)\b([ \t]+(?!{_GOES_ON})[a-z])?", re.I)
 _ANSWER = re.compile(
     r"\b(?:verdict|answer|correct|result|judge?ment|decision)\s*(?:[:=]|is\b)\s*((?:not\s+)?(?:yes|true|no|false)\b)",
     re.I,
@@ -110,6 +117,7 @@ def _mark_scales(text: str, low: float, high: float) -> str:
         return f" {score} " if is_ours else f" {_OTHER} "
 
     plain = _MARKS.sub(" ", _LEGEND.sub(" ", text.replace("\u2212", "-")))
+    plain = _MISSING.sub(rf"\g<1> {_OTHER} ", plain)
     plain = _BOUND.sub(" ", _ORDINAL.sub(" ", plain))
     for scale in (_SCALE, _POINTS):
         plain = scale.sub(lambda match: spell(_is_scale(match.groups(), low, high)), plain)

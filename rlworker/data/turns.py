@@ -124,7 +124,7 @@ def _find_tail(
         written: the template's text of the answer, as it is.
 
     Raises:
-        ValueError: a text of the answer is not written, is written twice, or in another order.
+        ValueError: a text of the answer is not written, or is written twice.
     """
     marked, texts = _mark_texts(answer)
     whole = render_messages([*messages, marked], tokenizer, tools, "closed")
