@@ -19,6 +19,7 @@ import tyro
 from tyro.conf import Positional
 
 from engines.models.hub import find_model
+from hardware.platforms import get_platform
 from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
@@ -65,7 +66,8 @@ def check(config: CheckConfig) -> None:
         if config.self_test:
             findings = run_self_test(replace(config, self_test=False), folder, tell)
         else:
-            model = find_model(config.model) or make_tiny_model(folder, config.tiny)
+            head_dims = get_platform(config.platform).rollout_head_dims
+            model = find_model(config.model) or make_tiny_model(folder, config.tiny, head_dims)
             findings = run_check(replace(config, model=model, tiny="qwen2"), tell)
     _print_findings(findings, config.json)
 

@@ -132,10 +132,11 @@ class MegatronConfig:
         check_override(self.attention_override)
         if self.lora.rank and (self.freeze or self.router_bias_rate):
             name = "freeze" if self.freeze else "router_bias_rate"
+            undone = "--actor.freeze without a value" if self.freeze else "--actor.router-bias-rate 0"
             raise ValueError(
                 f"actor: lora.rank={self.lora.rank} keeps all weights and trains adapters beside them, which "
-                f"{name}={getattr(self, name)} contradicts; leave --actor.{name.replace('_', '-')} or "
-                "--actor.lora.rank out"
+                f"{name}={getattr(self, name)} contradicts; leave --actor.lora.rank out, or set {undone}, which takes "
+                "back what a recipe sets"
             )
         if self.megatron:
             from engines.pass_through import check_pass_through

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
@@ -54,6 +55,7 @@ def parse_config(
         )
     args = _spell_options(args, switches)
     if isinstance(default, TrainingConfig):
+        _refuse_several_sources(args, is_rl=isinstance(default, RunConfig))
         try:
             default = _fit_default(default, args)
         except ValueError as error:
@@ -121,6 +123,35 @@ def _spell_options(args: Sequence[str], switches: dict[str, str]) -> list[str]:
             word = {"true": name, "false": switches[name]}.get(value.lower(), word)
         spelled.append(word)
     return spelled
+
+
+def _refuse_several_sources(args: Sequence[str], is_rl: bool) -> None:
+    """End the program where an option of one source of rows has several, as verl's lists do, and say what to write."""
+    for place, word in enumerate(args):
+        name, _, value = word.partition("=")
+        if name not in ("--data.train", "--data.heldout"):
+            continue
+        values = [value] if value else []
+        for following in args[place + 1 :]:
+            if following.startswith("--"):
+                break
+            values.append(following)
+        if len(values) == 1 and values[0].startswith("[") and not Path(values[0]).exists():
+            values = re.findall(r"[^\[\],'\"\s]+", values[0])
+        if len(values) < 2:
+            continue
+        others = " ".join(values[1:])
+        if name == "--data.heldout":
+            remedy = f"name the others as sets: --data.heldout-sets {' '.join(f'SET {each}' for each in values[1:])}"
+        elif is_rl:
+            shares = " ".join(f"{each} 1" for each in values[1:])
+            remedy = f"name the others with their weights: --curriculum.sources {shares}"
+        else:
+            remedy = "join the files into one"
+        sys.exit(
+            f"error: {name} takes one source of rows, got {len(values)}: {values[0]} {others}; {remedy}. Parquet files "
+            "of a folder are one source: name the folder, or a pattern such as 'FOLDER/*.parquet'"
+        )
 
 
 def _map_switches(config: Any, section: str = "") -> dict[str, str]:

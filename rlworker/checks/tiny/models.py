@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,11 +26,13 @@ IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_
 """Qwen's tokens for images: start, image, end and video."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_HEADS, _HEAD_DIM = 4, 32
+"""Attention heads of a tiny model, and the size of each."""
 _LANGUAGE: dict[str, Any] = dict(
-    hidden_size=128,
+    hidden_size=_HEADS * _HEAD_DIM,
     intermediate_size=96,
     num_hidden_layers=4,
-    num_attention_heads=4,
+    num_attention_heads=_HEADS,
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
@@ -96,11 +99,20 @@ LARGE_WEIGHTS = {"initializer_range": 0.08}
 """A setting of both towers that makes attention sharp: four times transformers' default."""
 
 
-def make_tiny_model(folder: str | Path, kind: Tiny) -> str:
-    """Save a tiny model and return its folder. Its weights are so large that a wrong weight changes the outputs."""
+def make_tiny_model(folder: str | Path, kind: Tiny, head_dims: Sequence[int] = (_HEAD_DIM,)) -> str:
+    """Save a tiny model and return its folder. Its weights are so large that a wrong weight changes the outputs.
+
+    Args:
+        head_dims: sizes of an attention head that will do; the smallest from 32 on is taken.
+    """
+    head_dim = min((size for size in head_dims if size >= _HEAD_DIM), default=_HEAD_DIM)
+    sizes: dict[str, Any] = {}
+    if head_dim != _HEAD_DIM:
+        sizes = {"head_dim": head_dim, "hidden_size": _HEADS * head_dim}
     if kind in _TEXT:
-        return make_tiny_text(folder, kind, 131, **_TEXT[kind])
-    return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=LARGE_WEIGHTS, vision=LARGE_WEIGHTS)
+        return make_tiny_text(folder, kind, 131, **_TEXT[kind] | sizes)
+    language = LARGE_WEIGHTS | sizes
+    return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=language, vision=LARGE_WEIGHTS)
 
 
 def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
@@ -162,13 +174,15 @@ def make_tiny_vlm(
 
     if own := {"gemma3": _make_tiny_gemma, "internvl": _make_tiny_intern}.get(family):
         return own(folder, tokenizer, vocab, seed, tied, language or {}, vision or {}, apart)
-    rope, heads = _ROPE | {"mrope_section": [8, 4, 4]}, {}
+    head_dim = (language or {}).get("head_dim", _HEAD_DIM)
+    rope, heads = _ROPE | {"mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8]}, {}
     if family in VIDEO_FAMILIES:
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
     if family == "qwen3_vl_moe":
         heads |= _EXPERTS
     if family == "qwen3_5":
-        heads |= STATES | {"rope_parameters": rope | PARTLY_TURNED}
+        sections = [count * head_dim // _HEAD_DIM for count in PARTLY_TURNED["mrope_section"]]
+        heads |= STATES | {"rope_parameters": rope | PARTLY_TURNED | {"mrope_section": sections}}
     start, image, end, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
     ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     text = _LANGUAGE | {"vocab_size": vocab, "rope_parameters": rope} | ends | heads

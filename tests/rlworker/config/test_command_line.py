@@ -221,3 +221,30 @@ def test_a_default_that_cannot_be_moved_is_said_in_a_line():
 
     said, config = parse(Fitted(), "--steps", "3")
     assert said == "error: model: it has no sizes here" and not config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data.train", "a.parquet", "b.parquet"], "--curriculum.sources b.parquet 1."),
+        (["--data.train=['a.parquet','b.parquet', 'c']"], "--curriculum.sources b.parquet 1 c 1."),
+        (["--data.train", "[a,b]", "--steps", "3"], "got 2: a b; name the others"),
+        (["--data.heldout", "a", "b", "--steps", "3"], "name the others as sets: --data.heldout-sets SET b."),
+    ],
+)
+def test_a_list_of_sources_is_answered_with_what_to_write(arguments, said):
+    message, config = parse(RunConfig(), *arguments)
+    assert not config and "takes one source of rows" in message and said in message
+    message, _ = parse(SftConfig(), *arguments)
+    assert "join the files into one" in message or "--data.heldout-sets" in message
+    _, config = parse(RunConfig(), "--data.train", "a", "--steps", "3")
+    assert config.data.train == "a"
+
+
+def test_adapters_beside_a_recipes_frozen_tower_have_a_way_out():
+    from recipes.images.sft_vlm import DEFAULT
+
+    said, _ = parse(DEFAULT, "--actor.lora.rank", "4")
+    assert "set --actor.freeze without a value, which takes back what a recipe sets" in said
+    said, config = parse(DEFAULT, "--actor.lora.rank", "4", "--actor.freeze")
+    assert not said and config.actor.freeze == () and config.actor.lora.rank == 4

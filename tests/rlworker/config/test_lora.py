@@ -29,11 +29,11 @@ from rlworker.config.sections import CriticConfig, PlacementConfig
         (lambda: LoraConfig(targets=("attention",)), "rank=0 trains all weights, and other settings of adapters do"),
         (
             lambda: MegatronConfig(lora=LoraConfig(rank=4), freeze=("language",)),
-            r"lora.rank=4 keeps all weights .* freeze=\('language',\) contradicts; leave --actor.freeze or",
+            r"lora.rank=4 keeps all weights .* freeze=\('language',\) contradicts; .* set --actor.freeze without",
         ),
         (
             lambda: MegatronConfig(lora=LoraConfig(rank=4), router_bias_rate=0.1),
-            "router_bias_rate=0.1 contradicts; leave --actor.router-bias-rate or --actor.lora.rank out",
+            "router_bias_rate=0.1 contradicts; leave --actor.lora.rank out, or set --actor.router-bias-rate 0,",
         ),
     ],
 )

@@ -4,10 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.config.rollout import find_weight_way
 from hardware.platforms import get_platform
+from rlworker.__main__ import main
 from rlworker.checks.tiny.models import (
     LARGE_WEIGHTS,
     make_bare_tokenizer,
@@ -113,3 +115,18 @@ def test_a_way_that_a_run_cannot_take_is_refused_with_its_settings():
     with pytest.raises(ValueError, match=r"'ipc' is no way of weights on platform 'cuda' without placement\.colocate"):
         RunConfig(platform="cuda", rollout=VllmConfig(weight_transfer="ipc"))
     RunConfig(platform="cuda", rollout=VllmConfig(weight_transfer="ipc"), placement=PlacementConfig(colocate=True))
+
+
+@pytest.mark.parametrize("tiny", ["qwen2", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_a_check_without_a_folder_makes_a_model_that_its_platform_takes(monkeypatch, tiny):
+    """An NPU's rollouts know no heads of 32; the model's are then of 64."""
+    import rlworker.checks.check
+
+    specs = []
+    monkeypatch.setattr(
+        rlworker.checks.check, "run_check", lambda config, tell: specs.append(config.check_model()) or []
+    )
+    for platform in ("npu", "cuda", "cpu"):
+        done = run_program(main, "check", "--platform", platform, "--tiny", tiny)
+        assert done.returncode == 0, done.stderr
+    assert [spec.head_dim for spec in specs] == [64, 32, 32]
