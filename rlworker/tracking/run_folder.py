@@ -218,6 +218,11 @@ class RunFolder:
         """Return the checkpoint of the highest step, damaged or not; None without a checkpoint."""
         return next(reversed(self.list_checkpoints()), None)
 
+    def count_steps(self) -> int:
+        """Count the steps that the newest checkpoint holds; 0 without one, or with a damaged one."""
+        newest = self.find_newest()
+        return _read_state(newest).get("step", 0) if newest else 0
+
     def find_newest_good(self, digest: DigestFiles = digest_files) -> tuple[Path | None, list[str]]:
         """Find the newest checkpoint without damage.
 

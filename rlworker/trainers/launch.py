@@ -21,10 +21,12 @@ from rlworker.data.rows import check_rows, read_ends
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG
 from rlworker.environments.processes.trial import try_rewards
 from rlworker.environments.reward import Environment, Scorer, make_environment
-from rlworker.tracking.run_folder import RunFolder
+from rlworker.tracking.log import read_metrics
+from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.stop import SIGNALS, graceful_stop
+from rlworker.validation.patience import describe_stall, has_stalled
 
 if TYPE_CHECKING:
     from engines.models.spec import ModelSpec
@@ -56,6 +58,9 @@ def launch(config: RunConfig, environment: Environment | Scorer, **parts: Any) -
             environment = make_environment(environment)
             folder = check_run(config)
             running.callback(folder.release)
+            if ended := explain_end(config, folder):
+                LOGGER.info(ended)
+                return read_last_metrics(folder)
             try_rewards(environment, config, list_sources(config), folder.path / ENVIRONMENT_LOG)
             log_start("settings, folders and fields of rows are checked")
             if config.shares_base:
@@ -107,6 +112,9 @@ def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
         try:
             folder = check_run(config)
             running.callback(folder.release)
+            if ended := explain_end(config, folder):
+                LOGGER.info(ended)
+                return read_last_metrics(folder)
             with pausing_collection():
                 from rlworker.trainers.sft import SftTrainer
 
@@ -147,6 +155,27 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     folder.inputs.hold(config.data, sources=sources)
     folder.claim(config)
     return folder
+
+
+def explain_end(config: RunConfig | SftConfig, folder: RunFolder) -> str:
+    """Explain why a run that is to go on has nothing left to do; empty where it has, or is a new one."""
+    if not config.resume or not (done := folder.count_steps()):
+        return ""
+    if done >= config.steps:
+        reason = f"has all of its {config.steps} steps; raise --steps to go on"
+    else:
+        score = Score(config.choose_metric(), +1 if isinstance(config, RunConfig) else -1)
+        lines = [line for line in read_metrics(folder.path) if line["step"] <= done]
+        if not (config.validation.patience and has_stalled(lines, score, config.validation)):
+            return ""
+        reason = f"ended after step {done} of {config.steps}: {describe_stall(score, config.validation)}"
+    return f"run: {folder.path} {reason}. Nothing was started; choose another --run-dir for a new run"
+
+
+def read_last_metrics(folder: RunFolder) -> dict[str, float]:
+    """Read the metrics of the last step of a run."""
+    lines = read_metrics(folder.path)
+    return {name: value for name, value in lines[-1].items() if name != "step"} if lines else {}
 
 
 def list_sources(config: RunConfig | SftConfig) -> list[str]:

@@ -17,6 +17,9 @@ from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CriticConfig, CurriculumConfig, DataConfig, EnvironmentConfig
+from rlworker.config.sft import SftConfig
+from rlworker.config.validation import ValidationConfig
+from rlworker.environments import exact_match
 from rlworker.tracking import step_lines
 from rlworker.tracking.run_folder import RunFolder, Score
 
@@ -320,3 +323,65 @@ def test_a_score_that_is_no_number_is_no_best(tmp_path):
         save(folder, step, heldout=heldout)
     best, score = folder.find_best(HELDOUT)
     assert (best.name, score) == ("step_2", 0.5)
+
+
+class StartedError(Exception):
+    """An engine was about to start."""
+
+
+@pytest.fixture
+def go_on(tmp_path, monkeypatch):
+    """``go_on(whole, config)``: launch a run whose folder holds the first ``done`` steps; what it returns."""
+    import rlworker.trainers.launch as launcher
+
+    def start(*_, **__):
+        raise StartedError
+
+    def launch(config, done: int, **scores: list[float]):
+        folder = RunFolder(str(tmp_path / "run"))
+        if not folder.path.exists():
+            begin(folder, replace(config, resume=False))
+            save(folder, done)
+            lines = [{"step": step, "reward": 0.5 * step} for step in range(done + 1)]
+            lines = [line | {name: values[line["step"]] for name, values in scores.items()} for line in lines]
+            (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        monkeypatch.setattr(launcher, "check_run", lambda config: folder)
+        monkeypatch.setattr(launcher, "try_rewards", lambda *_: None)
+        monkeypatch.setattr(launcher, "running_ray", start)
+        monkeypatch.setattr(launcher, "_build_trainer", start)
+        monkeypatch.setattr("rlworker.trainers.sft.SftTrainer", start)
+        if isinstance(config, RunConfig):
+            return launcher.launch(config, exact_match)
+        return launcher.launch_supervised(config)
+
+    return launch
+
+
+@pytest.mark.parametrize("kind", [RunConfig, SftConfig])
+def test_a_finished_run_says_so_and_starts_nothing(go_on, capsys, kind):
+    found = go_on(kind(steps=3, resume=True), 3)
+    said = capsys.readouterr().out
+    assert "has all of its 3 steps; raise --steps to go on. Nothing was started" in said and found == {"reward": 1.5}
+    assert go_on(kind(steps=2, resume=True), 3) == {"reward": 1.5}
+    for config in (kind(steps=4, resume=True), kind(steps=3)):
+        with pytest.raises(StartedError):
+            go_on(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "values"),
+    [(RunConfig, "heldout", [0.5, 0.4, 0.3]), (SftConfig, "heldout_loss", [0.5, 0.6, 0.7])],
+)
+def test_a_run_that_stopped_early_says_so_and_starts_nothing(go_on, capsys, kind, metric, values):
+    config = kind(
+        steps=9,
+        eval_every=1,
+        resume=True,
+        data=DataConfig(heldout="rows"),
+        validation=ValidationConfig(patience=2),
+    )
+    go_on(config, 2, **{metric: values})
+    said = capsys.readouterr().out
+    assert f"ended after step 2 of 9: {metric} has had no new best for 2 validations" in said
+    with pytest.raises(StartedError):
+        go_on(replace(config, validation=ValidationConfig(patience=3)), 2)
