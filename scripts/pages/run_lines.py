@@ -1,6 +1,6 @@
 """Count the lines of this project that one GRPO run over text imports, and the types that its episodes instantiate.
 
-    python scripts/run_lines.py [--files] [--types]
+    python scripts/pages/run_lines.py [--files] [--types]
 
 The run is real: a tiny model, two steps, one training rank, one rollout engine. Each of its processes notes what it
 imports. A line counts unless it is blank or a comment. ``--files`` lists the files with their lines, ``--types`` the
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NOTE = """
 import os, sys, threading, time
 
