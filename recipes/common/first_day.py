@@ -5,6 +5,9 @@
 
 On an emulated platform the same programs run on a CPU, and each line says so. Runs that the machine cannot make, for
 instance with CUDA graphs on a CPU, are no lines: ``not_run`` has the reason of each.
+
+Each line is written into ``FOLDER/parts`` when it ends. A further call keeps the lines that are there and goes on
+behind them, so that nothing is lost if a command, or a machine, may be had for some minutes only.
 """
 
 import argparse
@@ -31,6 +34,10 @@ SIZES += ("--data.max-prompt-tokens", "64", "--rollout.max-model-len", "128", "-
 SIZES += ("--rollout.kv-cache-mb", "512", "--actor.micro-batch-tokens", "1024")
 SIZES += ("--checkpoint.save-minutes", "0", "--checkpoint.no-keep-best")
 """Options of every run."""
+_END_S = 60.0
+"""Seconds for a run to end after SIGTERM."""
+_ENDED = 124
+"""Exit status of a program that was ended, as that of timeout(1)."""
 _MEASURED = ("time_step", "time_rollout", "time_update", "time_sync", "tokens_per_second", "flops_per_second")
 _MEASURED += ("logprob_diff_mean", "prompt_sharing", "memory_gb", "rollout_memory_gb")
 """Fields of metrics.jsonl whose medians are figures of a run; the first two steps do not count."""
@@ -88,35 +95,63 @@ class Day:
 
     Args:
         options: the command line.
+
+    Attributes:
+        lines: those that an earlier call has written, in their order, then those of this one.
     """
 
     def __init__(self, options: argparse.Namespace):
+        self._began = time.monotonic()
         self.options, self.platform = options, get_platform(options.platform)
         self.folder = options.folder.resolve()
         make_data(self.folder / "rows")
         self.model = options.model or str(self.folder / "model")
         if not Path(self.model).exists():
             make_model(Path(self.model), seed=0)
-        self.lines: list[Line] = []
+        self._parts = self.folder / "parts"
+        self._parts.mkdir(parents=True, exist_ok=True)
+        kept = [json.loads(path.read_text()) for path in sorted(self._parts.glob("*.json"))]
+        self.lines = [Line(**part["line"]) for part in kept]
         self.report: dict[str, Any] = {"platform": options.platform, "device": "", "devices": options.devices}
         named = Path(self.model).name if options.model else "a Qwen3 of 132 thousand random parameters"
         self.report |= {"model": named, "dtype": self.platform.default_dtype, "not_run": {}}
+        for part in kept:
+            self.report |= part["about"]
 
     def add(self, name: str, passed: bool, text: str, seconds: float, figures: dict | None = None) -> None:
         """Add a line of this platform to the report."""
         self.write(Line(name, "ok" if passed else "FAILED", self.platform.evidence, text, seconds, figures or {}))
 
     def write(self, line: Line) -> None:
-        """Print a line, and write all of them."""
+        """Print a line, and write it beside those before it, and all of them into one file."""
+        about = {name: self.report[name] for name in ("device", "versions") if self.report.get(name)}
+        part = self._parts / f"{len(self.lines):02}-{_to_file_name(line.name)}.json"
+        # Under its name at once: a call that is ended here must not leave half a line.
+        part.with_suffix(".new").write_text(json.dumps({"line": asdict(line), "about": about}, indent=1) + "\n")
+        part.with_suffix(".new").rename(part)
         self.lines.append(line)
-        print(f"{line.outcome:6}  {line.evidence:8}  {line.name}: {line.text} ({line.seconds:.0f} s)", flush=True)
+        self.show(line)
         report = self.report | {"lines": [asdict(each) for each in self.lines]}
         self.options.json.write_text(json.dumps(report, indent=1) + "\n")
 
+    def show(self, line: Line) -> None:
+        """Print a line."""
+        print(f"{line.outcome:6}  {line.evidence:8}  {line.name}: {line.text} ({line.seconds:.0f} s)", flush=True)
+
+    def find_kept(self, name: str) -> Line | None:
+        """Return a line of an earlier call; with ``--retry`` one that failed is none."""
+        found = [line for line in self.lines if line.name == name]
+        return found[-1] if found and (found[-1].outcome == "ok" or not self.options.retry) else None
+
+    def count_left(self) -> float:
+        """Count the seconds in which a further line may begin."""
+        return self.options.minutes * 60 - (time.monotonic() - self._began)
+
     def run(self, name: str, arguments: Sequence[str]) -> tuple[subprocess.CompletedProcess[str], float]:
         """Run a Python program; returns it and its seconds. Its output goes into a log that is named like the line."""
-        start, environment = time.monotonic(), os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        start, paths = time.monotonic(), [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
+        done = _run_within(self.options.line_minutes, [sys.executable, *arguments], environment)
         (self.folder / f"{_to_file_name(name)}.log").write_text(done.stdout + done.stderr)
         return done, time.monotonic() - start
 
@@ -158,6 +193,27 @@ class Day:
         self.add(name, passed, text, seconds, figures)
 
 
+def _run_within(
+    minutes: float, command: Sequence[str], environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a program, and end it after so many minutes; its exit status is 124 then."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        output, errors = process.communicate(timeout=60 * minutes)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # at which a run ends its workers and Ray
+        try:
+            output, errors = process.communicate(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+        errors += f"\nended after {minutes:g} minutes, by --line-minutes\n"
+        return subprocess.CompletedProcess(command, _ENDED, output, errors)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 def _to_file_name(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
@@ -187,7 +243,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1, help="number of devices to use")
     parser.add_argument("--steps", type=int, default=10, help="steps of each run")
     parser.add_argument("--parts", default="", help="parts of the device check, as its --only; empty takes all")
-    parser.add_argument("--only", default="", help="run the lines whose names contain this text")
+    parser.add_argument("--only", default="", help="run the lines whose names contain this text, or one of A|B")
+    parser.add_argument("--retry", action="store_true", help="run lines again that failed in an earlier call")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no line after so many minutes")
+    parser.add_argument("--line-minutes", type=float, default=60, help="end a line after so many minutes")
     parser.add_argument("--installed", default="", help="profile and seconds of the installation, like cpu:90")
     parser.add_argument("--folder", type=Path, default=Path("runs/first_day"), help="for logs, rows and runs")
     parser.add_argument("--json", type=Path, default=Path("first_day.json"), help="file for the report")
@@ -199,18 +258,28 @@ def main() -> None:
     options = parse_arguments()
     day = Day(options)
     runs, day.report["not_run"] = plan_runs(day.platform, options.devices)
-    if options.installed:
+    if options.installed and not day.find_kept("install"):
         profile, seconds = options.installed.split(":")
         day.write(Line("install", "ok", "executed", f"scripts/setup.sh {profile}", float(seconds)))
     steps = {"device check": partial(day.check_device, options.parts), "rlworker check": day.check_model}
     steps |= {name: partial(day.train, name, arguments) for name, arguments in runs.items()}
+    later = []
     for name, step in steps.items():
-        if options.only in name:
+        if not any(text in name for text in options.only.split("|")):
+            continue
+        if kept := day.find_kept(name):
+            day.show(kept)
+        elif day.count_left() > 0:
             step()
+        else:
+            later.append(name)
+    if later:
+        print(f"left for another call, by --minutes: {', '.join(later)}")
     for name, reason in day.report["not_run"].items():
         print(f"not run           {name}: {reason}")
     print(f"{options.json} says all of it; please send it to the project, whatever it says")
-    sys.exit(any(line.outcome == "FAILED" for line in day.lines))
+    newest = {line.name: line.outcome for line in day.lines}
+    sys.exit("FAILED" in newest.values())
 
 
 if __name__ == "__main__":
