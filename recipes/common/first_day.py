@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,14 @@ def plan_runs(platform: Platform, devices: int) -> tuple[dict[str, list[str]], d
         if not any(name.endswith(f" {way}") for name in (*runs, *not_run)):
             not_run[f"grpo, colocated, weights by {way}"] = f"platform {platform.name} does not have this way"
     return runs, not_run
+
+
+def plan_checks(platform: Platform) -> dict[str, list[str]]:
+    """Plan the runs of ``rlworker check``: name -> options. On devices vLLM runs with its graphs, and without."""
+    checks: dict[str, list[str]] = {"rlworker check": []}
+    if platform.visible_devices:
+        checks["rlworker check, no graphs"] = ["--rollout.vllm", "enforce_eager", "True"]
+    return checks
 
 
 class Day:
@@ -170,13 +178,13 @@ class Day:
         }
         self.add("device check", *_judge(done, found["findings"]), seconds, figures)
 
-    def check_model(self) -> None:
-        """Run ``rlworker check`` on the model."""
+    def check_model(self, name: str, options: Sequence[str]) -> None:
+        """Run ``rlworker check`` on the model: the rollout's logprobs against the trainer's, among others."""
         types = [f"--{engine}.dtype={self.platform.default_dtype}" for engine in ("actor", "rollout")]
         arguments = ["-m", "rlworker", "check", self.model, "--platform", self.platform.name, *types, "--json"]
-        done, seconds = self.run("rlworker check", arguments)
+        done, seconds = self.run(name, [*arguments, *options])
         rows = json.loads(done.stdout) if done.stdout.startswith("[") else []
-        self.add("rlworker check", *_judge(done, rows), seconds)
+        self.add(name, *_judge(done, rows), seconds)
 
     def train(self, name: str, options: Sequence[str]) -> None:
         """Run some steps of GRPO."""
@@ -261,7 +269,8 @@ def main() -> None:
     if options.installed and not day.find_kept("install"):
         profile, seconds = options.installed.split(":")
         day.write(Line("install", "ok", "executed", f"scripts/setup.sh {profile}", float(seconds)))
-    steps = {"device check": partial(day.check_device, options.parts), "rlworker check": day.check_model}
+    steps: dict[str, Callable[[], None]] = {"device check": partial(day.check_device, options.parts)}
+    steps |= {name: partial(day.check_model, name, arguments) for name, arguments in plan_checks(day.platform).items()}
     steps |= {name: partial(day.train, name, arguments) for name, arguments in runs.items()}
     later = []
     for name, step in steps.items():

@@ -50,7 +50,7 @@ def call(named, tmp_path, monkeypatch):
 
         steps = {
             "check_device": lambda day, _: run(day, "device check"),
-            "check_model": lambda day: run(day, "rlworker check"),
+            "check_model": run,
             "train": run,
         }
         arguments = ["first_day", "--platform", "cuda-emulated", "--folder", str(tmp_path), "--json"]
