@@ -25,12 +25,13 @@ errors = []
 for path in sys.argv[1:]:
     try:
         ctypes.CDLL(path)
+        sys.exit()
     except OSError as error:
         errors.append(str(error))
-sys.exit(errors[0] if len(errors) == len(sys.argv) - 1 else 0)
+sys.exit(errors[0])
 """
-"""Program that loads libraries of operators, and fails with the first error if none loads. A library for other
-processors than this one may fail."""
+"""Program that loads the first library of operators that loads, and fails with the first error if none does. A library
+for other processors may fail, and two that load would register the same operators."""
 _LOAD_S = 120.0
 """Most seconds that it may take."""
 
