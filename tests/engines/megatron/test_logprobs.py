@@ -11,7 +11,7 @@ from support.ranks.pool import draw_address
 from support.rounding import Draw, Rounding, check_distances, measure_rounding
 
 from engines.megatron import logprobs
-from rlworker.checks import huggingface
+from rlworker.checks.reference import huggingface
 
 VOCAB, PADDED, TOKENS, HIDDEN = 11, 12, 13, 8
 CASES = [(1.0, 0.0, (), 0), (0.7, 0.3, (), 0), (0.7, 0.3, (3, 8, 9), 0), (1.0, 0.0, (), 4), (0.7, 0.3, (3, 8, 9), 5)]

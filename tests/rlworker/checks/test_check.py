@@ -48,7 +48,8 @@ def test_the_clean_path_passes_at_the_asked_sizes(cluster, make_hf_model, ranks)
     assert [checks.count(name) for name in dict.fromkeys(checks)] == [14, 2, 3, 2, 1, 3]
     assert list(dict.fromkeys(checks)) == ["attention", "tokens", "layouts", "gradients", "rollout", "weight sync"]
     begun = list(dict.fromkeys(line.split(":")[0] for line in told))
-    assert begun == ["HuggingFace, float64", "HuggingFace, float32", "engines start", *dict.fromkeys(checks)]
+    draws = [f"HuggingFace, float32, draw {draw} of 4" for draw in range(1, 5)]
+    assert begun == ["HuggingFace, float64", *draws, "engines start", *dict.fromkeys(checks)]
     lines = {finding.check: finding.text for finding in found}
     assert "(HuggingFace " in lines["layouts"] and "(HuggingFace " in lines["gradients"]
     moved = re.fullmatch(r"logprobs moved by (\S+) on average, expected (\S+)", lines["weight sync"])

@@ -35,7 +35,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     largest: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: {"measured": {}, "shares": {}})
     for report in reports:
         row = largest[report.nodeid.split("[")[0]]
-        for kind, values in report.user_properties:
+        for kind, values in getattr(report, "user_properties", ()):  # a file that cannot be imported has none
             if kind in row:
                 row[kind] |= {name: max(value, row[kind].get(name, value)) for name, value in values.items()}
     for test, row in sorted(largest.items()):
@@ -58,7 +58,7 @@ def list_results(reports) -> dict[str, dict]:
         result = results.setdefault(report.nodeid, {"outcome": "passed", "measured": {}, "shares": {}})
         if report.outcome != "passed":
             result["outcome"] = "failed"
-        for kind, values in report.user_properties:
+        for kind, values in getattr(report, "user_properties", ()):  # a file that cannot be imported has none
             for name, value in values.items() if kind in ("measured", "shares") else ():
                 result[kind].setdefault(name, []).append(value)
     return results
