@@ -143,7 +143,8 @@ def test_every_setting_that_names_a_model_takes_one_of_the_hub(folder, cache, tm
     shutil.rmtree(cache)
     (folder / "model.safetensors").unlink()
     fill_cache(cache, folder, OLD, "main")
-    arguments = ["--model", NAME, "--rollout.max-model-len", "256", "--rollout.max-new-tokens", "64"]
+    lengths = {"rollout.max-model-len": 256, "rollout.max-new-tokens": 64, "data.max-prompt-tokens": 64}
+    arguments = ["--model", NAME, *(word for name, value in lengths.items() for word in (f"--{name}", str(value)))]
     assert "actor" in plan_recipe("recipes.grpo", arguments, 16.0)[0], "a plan needs config.json alone"
     recipe = parse_config(grpo_gsm8k.DEFAULT, args=["--model", NAME])
     assert (recipe.actor.tp, recipe.actor.ranks) == (4, 8), "four heads"
