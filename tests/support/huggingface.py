@@ -6,7 +6,7 @@ The computation itself is ``rlworker.checks.reference.huggingface``, one sequenc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Completion
 from engines.batch.shard import TokenOutputs, join_outputs
+from engines.config import OptimizerConfig
 from engines.interfaces import LossFn
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import (
@@ -76,6 +77,25 @@ def run_forward(
         outputs.append(score_tokens(scores, one.targets, spec.banned_tokens, temperature))
         total = total + loss(outputs[-1], one)[0]
     return ForwardPass(torch.cat(logits), join_outputs(outputs), total)
+
+
+def take_steps(
+    run: Callable[[], ForwardPass], parameters: Iterable[Tensor], tokens: Tensor, optimizer: OptimizerConfig, steps: int
+) -> Iterator[tuple[ForwardPass, Tensor]]:
+    """Take steps of AdamW, and yield before each its forward pass and the norm of its gradients, which are in place.
+
+    Args:
+        tokens: how many count, by which the loss is divided.
+    """
+    parameters = list(parameters)
+    adam = torch.optim.AdamW(parameters, optimizer.lr, eps=optimizer.adam_eps, weight_decay=optimizer.weight_decay)
+    for _ in range(steps):
+        found = run()
+        adam.zero_grad()
+        (found.loss / tokens).backward()
+        yield found, torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        torch.nn.utils.clip_grad_norm_(parameters, optimizer.clip_grad)
+        adam.step()
 
 
 def open_images(spec: ModelSpec, batch: TrainBatch, dtype: torch.dtype) -> Arguments:

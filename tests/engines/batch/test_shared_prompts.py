@@ -15,7 +15,7 @@ from support.factors import (
     STATE_FAMILIES,
     parse_size,
 )
-from support.huggingface import name_weights, run_forward
+from support.huggingface import name_weights, run_forward, take_steps
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, plan, start_process
 from support.ranks.pool import draw_address
@@ -256,12 +256,12 @@ def step_alone(draw: Draw, folder: str) -> dict:
     spec, batches = ModelSpec.from_folder(folder), [make_grouped(seed=seed) for seed in SEEDS]
     with draw.computing():
         model = draw.load(partial(load_huggingface, spec))
-        optimizer = torch.optim.AdamW(model.parameters(), STEPS.lr, eps=STEPS.adam_eps, weight_decay=0.0)
-        for batch in batches:
-            optimizer.zero_grad()
-            (run_forward(model, spec, batch, probe_loss, at_once=draw.at_once).loss / batch.mask.sum()).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), STEPS.clip_grad)
-            optimizer.step()
+        turns = iter(batches)
+        run = lambda: run_forward(model, spec, next(turns), probe_loss, at_once=draw.at_once)  # noqa: E731
+        tokens = batches[0].mask.sum()
+        assert all(batch.mask.sum() == tokens for batch in batches)
+        for _ in take_steps(run, model.parameters(), tokens, STEPS, len(SEEDS)):
+            pass
         return {"weights": name_weights(model, spec)}
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from support.huggingface import name_weights, open_images, run_forward
+from support.huggingface import name_weights, open_images, run_forward, take_steps
 from support.ranks.engines_cases import STEPS, build_engine, gather_logits, make_batch, plan
 from support.ranks.vlm_cases import make_vlm_batch
 from support.rounding import Draw
@@ -172,20 +172,15 @@ def compute_peft(draw: Draw, folder: str, lora: LoraConfig, images: tuple[str, .
     spec = ModelSpec.from_folder(folder)
     batch, values = draw_batch(spec, images), draw_adapters(list_shapes(spec, lora))
     load_drawn = partial(load_peft, spec, lora, values)
-    run = partial(run_forward, arguments=open_images(spec, batch, draw.dtype), at_once=draw.at_once and not spec.vision)
+    see, result, norms = open_images(spec, batch, draw.dtype), {}, []
     with draw.computing():
         model = draw.load(load_drawn)
+        at_once = draw.at_once and not spec.vision
+        run = partial(run_forward, model, spec, batch, probe_loss, arguments=see, at_once=at_once)
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(learning, lr=OPTIMIZER.lr, eps=OPTIMIZER.adam_eps, weight_decay=0.0)
-        result, norms = {}, []
-        for step in range(STEPS):
-            found = run(model, spec, batch, probe_loss)
-            optimizer.zero_grad()
-            (found.loss / batch.mask.sum()).backward()
-            if step == 0:
-                result = {"logits": found.logits, "gradients": name_peft(model, lambda p: p.grad)}
-            norms.append(torch.nn.utils.clip_grad_norm_(learning, OPTIMIZER.clip_grad))
-            optimizer.step()
+        for found, norm in take_steps(run, learning, batch.mask.sum(), OPTIMIZER, STEPS):
+            result = result or {"logits": found.logits.detach(), "gradients": name_peft(model, lambda p: p.grad)}
+            norms.append(norm)
         result |= {"norms": torch.stack(norms), "adapters": name_peft(model, lambda p: p)}
         merged = draw.load(load_drawn).merge_and_unload()
         return result | {"merged": name_weights(merged, spec)}

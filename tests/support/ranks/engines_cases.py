@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 import torch.distributed as dist
-from support.huggingface import name_gradients, name_weights, run_forward
+from support.huggingface import name_gradients, name_weights, run_forward, take_steps
 from support.rounding import Draw
 
 from engines.batch.batch import TrainBatch
@@ -22,6 +22,7 @@ LENGTHS = (13, 2, 5, 30, 1, 9, 6, 21, 4)
 that alignment pads after the last one too."""
 STEPS = 3
 """Optimizer steps after which weights are compared."""
+OPTIMIZER = OptimizerConfig(lr=5e-4, adam_eps=1e-5, clip_grad=0.5)
 
 
 def start_process(rank: int, name: str = "cpu"):
@@ -138,8 +139,7 @@ def gather_logits(engine, shard):
 def run_case(rank: int, world: int, address: str, folder: str, settings: dict, platform: str = "cpu") -> dict:
     """Compute logits, logprobs, gradients and weights of one parallel configuration, to compare with HuggingFace."""
 
-    optimizer = OptimizerConfig(lr=5e-4, adam_eps=1e-5, clip_grad=0.5)
-    engine = build_engine(rank, world, address, folder, settings | {"optimizer": optimizer}, platform)
+    engine = build_engine(rank, world, address, folder, settings | {"optimizer": OPTIMIZER}, platform)
     from engines.probes.megatron import gather_gradients
 
     batch = make_batch()
@@ -173,25 +173,20 @@ def run_case(rank: int, world: int, address: str, folder: str, settings: dict, p
 def compute_steps(draw: Draw, folder: str) -> dict:
     """Compute by HuggingFace what ``run_case`` does: outputs and gradients of the first step, and the last weights."""
     spec, batch = ModelSpec.from_folder(folder), make_batch()
+    result, norms = {}, []
     with draw.computing():
         model = draw.load(partial(load_huggingface, spec))
         counts = count_choices(model) if draw.is_truth else []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-5, weight_decay=0.0)
-        result, norms = {}, []
-        for step in range(STEPS):
-            found = run_forward(model, spec, batch, probe_loss, at_once=draw.at_once)
-            optimizer.zero_grad()
-            (found.loss / batch.mask.sum()).backward()
-            if step == 0:
-                result = {
-                    "loads": {str(layer): tokens / tokens.mean() for layer, tokens in enumerate(counts)},
-                    "logits": found.logits,
-                    "logprobs": found.outputs.logprobs * batch.mask,
-                    "entropy": found.outputs.entropy * batch.mask,
-                    "gradients": {name: gradient.clone() for name, gradient in name_gradients(model, spec).items()},
-                }
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-            optimizer.step()
+        run = partial(run_forward, model, spec, batch, probe_loss, at_once=draw.at_once)
+        for found, norm in take_steps(run, model.parameters(), batch.mask.sum(), OPTIMIZER, STEPS):
+            result = result or {
+                "loads": {str(layer): tokens / tokens.mean() for layer, tokens in enumerate(counts)},
+                "logits": found.logits.detach(),
+                "logprobs": found.outputs.logprobs.detach() * batch.mask,
+                "entropy": found.outputs.entropy.detach() * batch.mask,
+                "gradients": {name: gradient.clone() for name, gradient in name_gradients(model, spec).items()},
+            }
+            norms.append(norm)
     return result | {"norms": torch.stack(norms), "weights": name_weights(model, spec)}
 
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from support.huggingface import name_gradients, name_weights, open_images, run_forward
+from support.huggingface import name_gradients, name_weights, open_images, run_forward, take_steps
 from support.ranks.vlm_cases import ROWS, make_vlm_batch, name_part
 from support.rounding import Draw, Rounding, check_distances, measure_rounding
 
@@ -25,22 +25,16 @@ def compute_vlm_steps(draw: Draw, folder: str, images, rows, steps: int) -> dict
     weights after as many ``steps`` of ``OPTIMIZER``."""
     spec = ModelSpec.from_folder(folder)
     batch = make_vlm_batch(spec, images, rows)
-    run = partial(run_forward, arguments=open_images(spec, batch, draw.dtype))
+    see, result = open_images(spec, batch, draw.dtype), {}
     with draw.computing():
         model = draw.load(partial(load_huggingface, spec))
-        found = run(model, spec, batch, probe_loss)
-        (found.loss / batch.mask.sum()).backward()
-        result = {
-            "logits": found.logits,
-            "logprobs": found.outputs.logprobs * batch.mask,
-            "gradients": {name: gradient.clone() for name, gradient in name_gradients(model, spec).items()},
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), OPTIMIZER.lr, eps=OPTIMIZER.adam_eps, weight_decay=0.0)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            (run(model, spec, batch, probe_loss).loss / batch.mask.sum()).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
-            optimizer.step()
+        run = partial(run_forward, model, spec, batch, probe_loss, arguments=see)
+        for found, _ in take_steps(run, model.parameters(), batch.mask.sum(), OPTIMIZER, max(steps, 1)):
+            result = result or {
+                "logits": found.logits.detach(),
+                "logprobs": found.outputs.logprobs.detach() * batch.mask,
+                "gradients": {name: gradient.clone() for name, gradient in name_gradients(model, spec).items()},
+            }
         return result | ({"weights": name_weights(model, spec)} if steps else {})
 
 
