@@ -1,5 +1,6 @@
 """Ranks of the tests of adapters run these functions, and PEFT's model beside them computes the same."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -171,10 +172,10 @@ def compute_peft(draw: Draw, folder: str, lora: LoraConfig, images: tuple[str, .
     """Compute by PEFT what ``run_adapter_case`` does, one sequence at a time."""
     spec = ModelSpec.from_folder(folder)
     batch, values = draw_batch(spec, images), draw_adapters(list_shapes(spec, lora))
-    load_drawn = partial(load_peft, spec, lora, values)
     see, result, norms = open_images(spec, batch, draw.dtype), {}, []
     with draw.computing():
-        model = draw.load(load_drawn)
+        model = draw.load(partial(load_peft, spec, lora, values))
+        merged = deepcopy(model).merge_and_unload()
         at_once = draw.at_once and not spec.vision
         run = partial(run_forward, model, spec, batch, probe_loss, arguments=see, at_once=at_once)
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -182,5 +183,4 @@ def compute_peft(draw: Draw, folder: str, lora: LoraConfig, images: tuple[str, .
             result = result or {"logits": found.logits.detach(), "gradients": name_peft(model, lambda p: p.grad)}
             norms.append(norm)
         result |= {"norms": torch.stack(norms), "adapters": name_peft(model, lambda p: p)}
-        merged = draw.load(load_drawn).merge_and_unload()
         return result | {"merged": name_weights(merged, spec)}
