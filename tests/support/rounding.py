@@ -263,6 +263,9 @@ def describe(value: Any) -> str:
     """Describe an argument by what it holds: files and tensors by their bytes, the rest as Python writes it."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return f"{type(value).__name__} {describe(fields)}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {describe(each)}' for name, each in value.items())}}}"
     if isinstance(value, list | tuple):

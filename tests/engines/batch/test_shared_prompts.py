@@ -15,9 +15,8 @@ from support.factors import (
     STATE_FAMILIES,
     parse_size,
 )
-from support.huggingface import name_weights, run_forward, take_steps
 from support.models import make_vlm
-from support.ranks.engines_cases import build_engine, plan, start_process
+from support.ranks.engines_cases import build_engine, compute_weights, plan, start_process
 from support.ranks.pool import draw_address
 from support.ranks.shared_cases import (
     compute_alone,
@@ -29,12 +28,12 @@ from support.ranks.shared_cases import (
     make_uneven,
 )
 from support.ranks.vlm_cases import make_images
-from support.rounding import Draw, Rounding, check_distances, find_largest, measure_rounding
+from support.rounding import Rounding, check_distances, find_largest, measure_rounding
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
 from engines.probes.faults import mend, plant
-from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import probe_loss
 
 SIZES = ("one", "TP2", "PP2", "CP2", "TP2-CP2")
 SETTINGS = {
@@ -251,24 +250,10 @@ def step_both_ways(rank: int, world: int, address: str, folder: str) -> list[dic
     return [before, *weights]
 
 
-def step_alone(draw: Draw, folder: str) -> dict:
-    """The weights after three steps of HuggingFace's model."""
-    spec, batches = ModelSpec.from_folder(folder), [make_grouped(seed=seed) for seed in SEEDS]
-    with draw.computing():
-        model = draw.load(partial(load_huggingface, spec))
-        turns = iter(batches)
-        run = lambda: run_forward(model, spec, next(turns), probe_loss, at_once=draw.at_once)  # noqa: E731
-        tokens = batches[0].mask.sum()
-        assert all(batch.mask.sum() == tokens for batch in batches)
-        for _ in take_steps(run, model.parameters(), tokens, STEPS, len(SEEDS)):
-            pass
-        return {"weights": name_weights(model, spec)}
-
-
 def test_weights_after_three_steps(one_rank, make_hf_model, measured):
     folder = make_hf_model("qwen2", True)
     before, plain, shared = one_rank.run(step_both_ways, draw_address(), folder)[0]
-    want = measure_rounding(step_alone, folder)
+    want = measure_rounding(compute_weights, folder, [make_grouped(seed=seed) for seed in SEEDS], STEPS)
     check_distances({"weights": want.compare("weights", shared, base=plain)}, measured, "three steps")
     assert max(find_largest(tensor, before[name]) for name, tensor in shared.items()) > 2e-3
 

@@ -1,6 +1,7 @@
 """Ranks of the Megatron tests run these functions, which every process imports from here."""
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 
@@ -188,6 +189,19 @@ def compute_steps(draw: Draw, folder: str) -> dict:
             }
             norms.append(norm)
     return result | {"norms": torch.stack(norms), "weights": name_weights(model, spec)}
+
+
+def compute_weights(draw: Draw, folder: str, batches: Sequence[TrainBatch], optimizer: OptimizerConfig) -> dict:
+    """Compute by HuggingFace the weights after a step for each batch, all at the optimizer's full rate."""
+    spec, tokens = ModelSpec.from_folder(folder), batches[0].mask.sum()
+    assert all(batch.mask.sum() == tokens for batch in batches)
+    turns = iter(batches)
+    with draw.computing():
+        model = draw.load(partial(load_huggingface, spec))
+        run = lambda: run_forward(model, spec, next(turns), probe_loss, at_once=draw.at_once)  # noqa: E731
+        for _ in take_steps(run, model.parameters(), tokens, optimizer, len(batches)):
+            pass
+        return {"weights": name_weights(model, spec)}
 
 
 def count_choices(model) -> list[torch.Tensor]:
