@@ -164,6 +164,13 @@ def is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
     return last.get("role") == "assistant" and bool(flatten_content(last.get("content"))) and not last.get("tool_calls")
 
 
+def reads_field(tokenizer: Any, name: str) -> bool:
+    """Tell whether the tokenizer's chat template, or one of several, looks for a field of a message."""
+    templates = tokenizer.chat_template
+    texts = templates.values() if isinstance(templates, Mapping) else [templates or ""]
+    return any(re.search(rf"(?:\.|\[['\"]){name}\b", text) for text in texts)
+
+
 def measure_common(first: str, second: str) -> int:
     """Return the number of letters with which both texts begin."""
     low, high = 0, min(len(first), len(second))

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlworker.data.encoding import decode_after
-from rlworker.data.messages import check_messages, is_begun, render_messages
+from rlworker.data.messages import check_messages, is_begun, reads_field, render_messages
 from rlworker.data.turns import join_messages
 from rlworker.environments.record import ToolCall, name_call
 
@@ -37,7 +37,7 @@ class Chat:
     template spells in another way than the model, such as with the call's id.
 
     A template that reads ``tool_calls`` is given the model's calls as such, with their ids, and the ids with the
-    results that have none.
+    results that have none. If it refuses them, as Llama's does two calls in a turn, it is given their text.
 
     Args:
         tokenizer: the model's tokenizer, with the chat template.
@@ -98,13 +98,20 @@ class Chat:
         """
         check_messages(messages, "observe")
         content, end = self._read_turn()
-        earlier = self._write_turn(content)
-        whole = [*earlier, *self._name_results(messages)]
-        text, before = self._render(whole), self.text + content
-        remainder = _find_remainder(text, before)
-        if remainder is None and self._has_calls(earlier):
+        results = self._name_results(messages)
+        earlier = self._write_turn(content, bool(self._calls) and reads_field(self.tokenizer, "tool_calls"))
+        has_calls = bool(earlier) and bool(earlier[-1].get("tool_calls"))
+        try:
+            text = self._render([*earlier, *results])
+        except Exception:  # such as that it takes one call a turn
+            if not has_calls:
+                raise
+            earlier, has_calls = self._write_turn(content, has_calls=False), False
+            text = self._render([*earlier, *results])
+        remainder = _find_remainder(text, self.text + content)
+        if remainder is None and has_calls:
             remainder = self._find_behind_calls(text, earlier)
-        self.messages, self.text, self._turn, self._calls = whole, text, [], ()
+        self.messages, self.text, self._turn, self._calls = [*earlier, *results], text, [], ()
         if remainder is None:
             return Addition(self.cut(), is_fork=True)
         stripped = remainder.lstrip()
@@ -112,12 +119,16 @@ class Chat:
             remainder = stripped[len(end) :]
         return Addition((remainder,))
 
-    def _write_turn(self, content: str) -> list[dict]:
-        """Return the messages up to and with the model's turn, whose text is ``content``, if it has said something."""
+    def _write_turn(self, content: str, has_calls: bool) -> list[dict]:
+        """Return the messages up to and with the model's turn, if it has said something.
+
+        Args:
+            content: its text. has_calls: whether its tool calls stand apart from the text.
+        """
         if not self._turn:
             return self.messages
         turn: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._calls and self._reads("tool_calls"):
+        if has_calls:
             functions = [{"name": call.name, "arguments": call.arguments} for call in self._calls]
             calls = zip(self._calls, functions, strict=True)
             turn["content"] = self._content
@@ -129,7 +140,9 @@ class Chat:
     def _name_results(self, messages: Sequence[Mapping]) -> list[dict]:
         """Return messages in which the results of tools have the ids of the calls that they answer."""
         ids = [call.id for call in self._calls]
-        if not ids and self._reads("tool_call_id"):  # a call that could not be read has no id of its own
+        if not ids and reads_field(
+            self.tokenizer, "tool_call_id"
+        ):  # a call that could not be read has no id of its own
             ids = [name_call(max(self._turns - 1, 0), 0)]
         named = []
         results = 0
@@ -141,13 +154,6 @@ class Chat:
                 results += 1
             named.append(message)
         return named
-
-    def _reads(self, name: str) -> bool:
-        """Tell whether the chat template looks for a field of a message."""
-        return name in str(self.tokenizer.chat_template)
-
-    def _has_calls(self, messages: Sequence[Mapping]) -> bool:
-        return bool(messages and messages[-1].get("tool_calls"))
 
     def _find_behind_calls(self, text: str, messages: Sequence[Mapping]) -> str | None:
         """Find what follows the turn that ends ``messages`` in ``text``; None where the template has rewritten it or

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlworker.data.messages import flatten_content, load_arguments
+from rlworker.data.messages import flatten_content, load_arguments, reads_field
 from rlworker.environments.codec import get_codec
 from rlworker.environments.endpoint.protocol import CONTEXT_LIMIT, ApiError, Body, ChatBody, TextBody
 from rlworker.environments.episode import Episode
@@ -219,7 +219,7 @@ class Conversation:
     def _restore(self, messages: list[dict], keys: Sequence[Any]) -> dict[int, Sequence[int]]:
         """Give answers of the model that a history repeats the text that was sampled, and return their ids."""
         sampled, first = {}, 0
-        is_read = "tool_calls" in str(get_codec().tokenizer.chat_template)  # else the calls stand in the text alone
+        is_read = reads_field(get_codec().tokenizer, "tool_calls")  # else the calls stand in the text alone
         for number, key in enumerate(keys):
             if messages[number]["role"] != "assistant":
                 continue

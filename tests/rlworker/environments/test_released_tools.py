@@ -187,8 +187,10 @@ def test_a_call_that_cannot_be_read_is_answered_too(name):
     assert "error: the call cannot be read: it ends" in text
 
 
-def test_a_template_that_reads_no_calls_has_them_as_text():
-    template = "{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}{{ '' if tools }}"
+@pytest.mark.parametrize("more", ["", "{{ '' if messages[0].role == 'tool_calls' }}"])
+def test_a_template_that_reads_no_calls_has_them_as_text(more):
+    """Mixtral's first one with tools calls a role so."""
+    template = more + "{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}{{ '' if tools }}"
     codec = make_codec("Qwen2.5")
     codec.tokenizer.chat_template = template
     chat = Chat(codec.tokenizer, [ASK], [TOOL], codec.stop_token_ids)
@@ -197,6 +199,18 @@ def test_a_template_that_reads_no_calls_has_them_as_text():
     chat.note((*ids, codec.stop_token_ids[0]), [ToolCall("add", ARGUMENTS[0], "call00000")])
     chat.add([{"role": "tool", "content": "4"}])
     assert chat.messages[1] == {"role": "assistant", "content": call}
+
+
+def test_calls_that_a_template_refuses_go_back_as_text():
+    """Llama 3.1's takes one call a turn."""
+    codec = make_codec("Llama 3.1")
+    chat = Chat(codec.tokenizer, [ASK], [TOOL], codec.stop_token_ids)
+    said = "; ".join(spell_calls("Llama 3.1", [each]) for each in ARGUMENTS)
+    calls = [ToolCall("add", each, f"call0000{number}") for number, each in enumerate(ARGUMENTS)]
+    chat.note((*codec.tokenizer(said)["input_ids"], codec.stop_token_ids[0]), calls)
+    addition = chat.add([{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}])
+    assert chat.messages[1] == {"role": "assistant", "content": said} and not addition.is_fork
+    assert addition.parts[0].count("ipython<|end_header_id|>") == 2
 
 
 def test_the_chats_copy_of_a_turn_has_its_calls_with_ids_and_the_text_beside_them():
