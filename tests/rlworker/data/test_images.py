@@ -76,6 +76,20 @@ def test_images_take_their_places(read, model, tmp_path):
     assert [i.digest for i in spoken.images] == [i.digest for i in plain.images]
 
 
+def test_an_answer_behind_a_shorter_prompt_keeps_the_images(model, tmp_path):
+    """The template opens an answer in another way than it writes one: ``!`` stands in a prompt alone."""
+    save_images(tmp_path)
+    tokenizer = load_tokenizer(model.folder)
+    turns = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    tokenizer.chat_template = turns + "{{ 'assistant:!' if add_generation_prompt }}"
+    row = {"prompt": [{"role": "user", "content": "<image>x"}], "images": ["a.png"], "answer": "y"}
+    reader = build_image_reader(model, str(tmp_path / "run"), 64)
+    ((example,), _) = read_examples(write(tmp_path, row), tokenizer, SftConfig(data=DATA), model, reader)
+    context, said = example.ids[: example.prompt_length], example.ids[example.prompt_length :]
+    assert tokenizer.decode(context).endswith("x;assistant:") and tokenizer.decode(said) == "y<eos>"
+    assert context.count(model.vision.image_token) == 6 and len(example.images) == 1
+
+
 def test_images_as_bytes_are_kept_once_by_what_they_are(read, model, tmp_path):
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
