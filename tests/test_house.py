@@ -214,7 +214,7 @@ def test_every_config_key_has_a_reader():
 
 
 def test_there_are_few_enough_keys_to_know():
-    """At most 20 in a section, in none too, and 146 in all: of every config that a command line sets."""
+    """At most 20 in a section, in none too, and 147 in all: of every config that a command line sets."""
     from recipes.common.smoke import VlmRecipeConfig
     from recipes.common.worked_episodes import EpisodeToyConfig
     from recipes.demos.cpu import DemoConfig
@@ -225,7 +225,7 @@ def test_there_are_few_enough_keys_to_know():
     for config in (VlmRecipeConfig, DemoConfig, EpisodeToyConfig, SftConfig, CheckConfig):
         sections = Counter(key.rpartition(".")[0] for key in flatten_config(config()))
         assert sections["actor.optimizer"] and max(sections.values()) <= 20, sections
-        assert sections.total() <= 146, sections
+        assert sections.total() <= 147, sections
 
 
 MASK_FORMS = re.compile(

@@ -54,6 +54,8 @@ class DataConfig:
     """Longest prompt in tokens. A longer one is an error that names its row, or is skipped with skip_long_prompts."""
     skip_long_prompts: bool = False
     """Skip rows whose prompt, or in supervised training whose answer, is too long."""
+    skip_bad_images: bool = False
+    """Skip rows of which an image or video is missing, damaged or too large, and say how many they are."""
 
     def __post_init__(self):
         check_types("data", self)

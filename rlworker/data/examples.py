@@ -13,6 +13,7 @@ from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
+from rlworker.data.bad_images import BadImage, BadRows
 from rlworker.data.conversations import ConversationEncoder, has_conversations, iterate_conversations
 from rlworker.data.encoding import encode_after, encode_prompts
 from rlworker.data.images import ImageReader
@@ -55,7 +56,7 @@ def read_examples(
     A row has a prompt and an answer, or a conversation, of which the assistant's messages are learned.
 
     Returns:
-        the examples, and the number of rows that were skipped because they are too long.
+        the examples, and the number of rows that were skipped: too long, or with bad images.
 
     Raises:
         ValueError: as for ``read_rows``; an answer or a conversation is too long or has an image token, or a token is
@@ -103,8 +104,14 @@ def _read_conversations(
 ) -> tuple[list[Example], int]:
     """Read conversations as ``read_examples``; one that the template rewrites on its way is of several examples."""
     data, base, examples, places, skipped = config.data, find_base_folder(path), [], [], 0
+    good, bad = 0, BadRows(path, data)
     for each in iterate_conversations(path, data):
-        images = read_images(each.source, list(each.messages), each.where, data, base, encoder.image_reader)
+        try:
+            images = read_images(each.source, list(each.messages), each.where, data, base, encoder.image_reader)
+        except BadImage as error:
+            bad.add(error)
+            continue
+        good += 1
         sequences = encoder.encode(each, images)
         if (size := max(len(ids) for ids, _, _ in sequences)) > config.longest:
             if not data.skip_long_prompts:
@@ -123,12 +130,13 @@ def _read_conversations(
                 )
             examples.append(Example(ids, turns[0][0], shown, turns))
             places.append(each.where)
+    bad.settle(good)
     if not examples:
         raise ValueError(
             f"data: {path}: all conversations are longer than {config.longest} tokens; raise --data.max-prompt-tokens"
         )
     check_vocabulary(places, [example.ids for example in examples], model.vocab)
-    return examples, skipped
+    return examples, skipped + len(bad)
 
 
 def _encode_answer(

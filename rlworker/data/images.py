@@ -17,6 +17,7 @@ from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from engines.validation import fits, spell
 from rlworker.config.sections import DataConfig
+from rlworker.data.bad_images import naming_bad_images
 from rlworker.data.messages import MARKER, VIDEO_MARKER
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -76,33 +77,35 @@ class ImageReader:
         """Return the images of ``sources``, with the checks of ``read_row``.
 
         Args:
-            sources: for each image a path as text, or ``{"bytes": ...}``; or a ``Path``, whose content is kept as it is
-                at this call.
+            sources: for each image a path as text, ``{"bytes": ...}``, or verl's ``{"image": path}``; or a ``Path``,
+                whose content is kept as it is at this call.
         """
         images = []
         for number, value in enumerate(sources):
             place = f"{where}, image {number}"
-            path = self._find_file(value, place, base)
-            if path not in self.opened:  # rows of one image have it read once
-                self.opened[path] = self.processor.open(path, place)
-            images.append(replace(self.opened[path], place=place))
-            self._check_memory(images)
+            with naming_bad_images():
+                path = self._find_file(value, place, base)
+                if path not in self.opened:  # rows of one image have it read once
+                    self.opened[path] = self.processor.open(path, place)
+                images.append(replace(self.opened[path], place=place))
+                self._check_memory(images)
         return tuple(images)
 
     def _read_videos(
         self, sources: Sequence[Any], where: str, base: Path, images: tuple[Image, ...]
     ) -> tuple[Image, ...]:
         """Return the images of a row, and behind them its videos."""
-        shown = list(images)
+        shown, processor = list(images), self.processor.videos
         for number, value in enumerate(sources):
             place = f"{where}, video {number}"
-            settings = _read_video(value, place)
-            path = _join(base, settings.pop("path"), place)
-            key = (path, repr(settings))
-            if key not in self.opened:
-                self.opened[key] = self.processor.videos.open(path, place, **settings)
-            shown.append(replace(self.opened[key], place=place))
-            self._check_memory(shown)
+            with naming_bad_images():
+                settings = _read_video(value, place)
+                path = _join(base, settings.pop("path"), place)
+                key = (path, repr(settings))
+                if key not in self.opened:
+                    self.opened[key] = processor.open(path, place, **settings)
+                shown.append(replace(self.opened[key], place=place))
+                self._check_memory(shown)
         return tuple(shown)
 
     def _check_memory(self, images: Sequence[Image]) -> None:
@@ -117,15 +120,18 @@ class ImageReader:
             )
 
     def _find_file(self, value: Any, place: str, base: Path) -> Path:
-        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return self._store(value["bytes"], "its bytes", place)
+        if isinstance(value, dict):
+            value = _read_image(value, place)
+        if isinstance(value, bytes):
+            return self._store(value, "its bytes", place)
         if isinstance(value, Path):
             path = _join(base, str(value), place)
             return self._store(read_bytes(path, place), repr(str(path)), place)
-        path = value.get("path") if isinstance(value, dict) else value
-        if isinstance(path, str):
-            return _join(base, path, place)
-        raise ValueError(f'{place} must be a path or {{"bytes": ..., "path": ...}}, got {type(value).__name__}')
+        if isinstance(value, str):
+            return _join(base, value, place)
+        raise ValueError(
+            f'{place} must be a path, {{"bytes": ..., "path": ...}} or {{"image": path}}, got {type(value).__name__}'
+        )
 
     def _store(self, data: bytes, name: str, place: str) -> Path:
         """Write these bytes to a file named by their SHA-256, once, and return its path."""
@@ -233,11 +239,32 @@ def _join(base: Path, path: str, place: str) -> Path:
     return base / path
 
 
+def _read_image(value: dict, place: str) -> Any:
+    """Read the description of an image in a row, this project's or verl's: its path or bytes.
+
+    Raises:
+        ValueError: it has settings of its own, which the processor's would override.
+    """
+    given = {key: each for key, each in value.items() if each is not None}  # tables fill rows up
+    if settings := sorted(given.keys() - {"bytes", "path", "image", "type"}):
+        raise ValueError(
+            f"{place} has {settings[0]!r}, which images here are not read by; leave it out, and set the pixels of all "
+            "images in the model's preprocessor_config.json"
+        )
+    source = given.get("bytes", given.get("image", given.get("path")))
+    return source.removeprefix("file://") if isinstance(source, str) else source
+
+
 def _read_video(value: Any, place: str) -> dict[str, Any]:
     """Read the description of a video in a row: its path, and arguments of ``VideoProcessor.open``."""
     settings = {"path": value} if isinstance(value, str) else value
+    if isinstance(settings, dict) and isinstance(settings.get("video"), str):  # verl's
+        settings = {"path": settings["video"].removeprefix("file://")} | settings
+        settings = {key: setting for key, setting in settings.items() if key not in ("video", "type")}
     if not isinstance(settings, dict) or not isinstance(settings.get("path"), str):
-        raise ValueError(f'{place} must be a path or {{"path": ..., "fps": ...}}, got {type(value).__name__}')
+        raise ValueError(
+            f'{place} must be a path, {{"path": ..., "fps": ...}} or {{"video": path}}, got {type(value).__name__}'
+        )
     settings = {key: setting for key, setting in settings.items() if setting is not None}  # tables fill rows up
     for key, setting in settings.items():
         if key not in _VIDEO_KEYS:

@@ -14,6 +14,7 @@ from engines.batch.samples import Image
 from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
+from rlworker.data.bad_images import BadImage, BadRows
 from rlworker.data.encoding import encode_prompts
 from rlworker.data.formats import iterate_formatted
 from rlworker.data.messages import (
@@ -214,12 +215,17 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
 
     Raises:
         ValueError: there are no rows, a row is broken, a prompt is too long (with ``skip_long_prompts``: all are), an
-            image cannot be read, or the number of images differs from their places. The message has place, row and
-            field.
+            image cannot be read (without ``skip_bad_images``: all bad rows are read first), or the number of images
+            differs from their places. The message has place, row and field.
     """
     places, sources, texts, images, chats, shown_tools = [], [], [], [], [], []
+    base, bad = find_base_folder(path), BadRows(path, data)
     for where, source in _iterate_checked(path, data):
-        row_images = read_images(source, source[data.prompt_field], where, data, find_base_folder(path), image_reader)
+        try:
+            row_images = read_images(source, source[data.prompt_field], where, data, base, image_reader)
+        except BadImage as error:
+            bad.add(error)
+            continue
         # What a row holds as bytes is on disk now: not every process that sees the row need hold it.
         if paths := [image.path for image in row_images if not isinstance(image, Video)]:
             named: dict[str, Any] = {data.image_field: paths}
@@ -235,6 +241,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
         sources.append(source)
         texts.append(image_reader.replace_markers(text, tokenizer) if image_reader else text)
         images.append(row_images)
+    bad.settle(len(places))
     if image_reader and not any(images):
         image_reader.refuse_other_fields(sources[0], places[0], data)
     encoded = encode_prompts(tokenizer, texts, [not messages for messages in chats])
@@ -258,7 +265,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
             f"data: {path}: all {len(encoded)} prompts are longer than {limit} tokens, the shortest has "
             f"{min(map(len, encoded))}; raise --data.max-prompt-tokens"
         )
-    return Rows(rows, skipped=len(encoded) - len(rows), places=tuple(kept_places))
+    return Rows(rows, skipped=len(encoded) - len(rows) + len(bad), places=tuple(kept_places))
 
 
 def read_images(

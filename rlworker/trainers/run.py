@@ -204,7 +204,7 @@ class Run(Generic[Config]):
             LOGGER.warning(warning)
         if any(self.skipped.values()):
             counts = " and ".join(f"{count} of {name.removeprefix('skipped_')}" for name, count in self.skipped.items())
-            LOGGER.info(f"data: skipped rows that are too long: {counts}")
+            LOGGER.info(f"data: skipped rows that are too long or have bad images: {counts}")
         if state:
             with self._phase(StepClock(), "restore"):
                 self.restore(state)

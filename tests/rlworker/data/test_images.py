@@ -144,7 +144,11 @@ def test_two_processes_may_store_one_image_at_once(model, tmp_path, monkeypatch)
         ({"images": ["wordy.png"]}, r"line 2: .*image 0: .*wordy.png.* cannot be read as an image: .*MAX_TEXT_CHUNK"),
         ({"images": ["data:image/png;base64," + "A" * 9000]}, r"image 0 is a data: URI, .*A{10}' and 9022 characters"),
         ({"images": ["deep.png"]}, r"line 2: .*image 0: .*deep.png.* has more than 8 bits of grey \(I;16\)"),
-        ({"images": [7]}, r'line 2: .*image 0 must be a path or \{"bytes": ..., "path": ...\}, got int'),
+        ({"images": [7]}, r'line 2: .*image 0 must be a path, \{"bytes": ..., "path": ...\} or .*, got int'),
+        (
+            {"images": [{"path": "a.png", "max_pixels": 99}]},
+            r"line 2: .*image 0 has 'max_pixels', which images here are",
+        ),
         ({"images": []}, r'line 2: the prompt has places for 1 images, the row has 0 in its field "images"; write'),
         ({"images": ["a.png", "b.png"]}, r"line 2: the prompt has places for 1 images, the row has 2"),
         ({"prompt": "<image><|image_pad|>"}, r"line 2: the prompt has places for 2 images, the row has 1"),
@@ -176,6 +180,55 @@ def test_a_broken_image_is_named(read, tmp_path, change, message):
     row = {"prompt": "<image>?", "images": ["a.png"], "answer": "y"}
     with pytest.raises(ValueError, match=message):
         read(row, row | change, limit_mb=4)
+
+
+def test_verls_forms_of_an_image_are_read(read, tmp_path):
+    """A dict with ``image``, with a file's address, and with null for what a table filled up."""
+    forms = ["a.png", {"image": "a.png"}, {"image": f"file://{tmp_path}/a.png", "bytes": None}]
+    forms += [{"type": "image", "image": "a.png"}, {"path": "a.png", "image": None}]
+    rows = read(*({"prompt": "<image>", "images": [form], "answer": "y"} for form in forms))
+    assert len({row.images[0].digest for row in rows}) == 1 and len({row.prompt_ids for row in rows}) == 1
+
+
+def write_bad(folder, count: int, good: int = 2) -> str:
+    rows = [{"prompt": "<image>", "images": [f"none{number}.png"], "answer": "y"} for number in range(count)]
+    rows[1:1] = [{"prompt": "<image>", "images": ["a.png"], "answer": "y"}] * good
+    return write(folder, *rows)
+
+
+def read_from(path, model, folder, data):
+    return read_rows(path, load_tokenizer(model.folder), data, build_image_reader(model, str(folder / "run"), 64))
+
+
+def test_bad_images_are_listed_together_and_can_be_left_out(model, tmp_path, caplog):
+    """The first ten of them, by one start; left out they are counted, and are never all of the rows."""
+    save_images(tmp_path)
+    skip = replace(DATA, skip_bad_images=True)
+    with pytest.raises(
+        ValueError, match=r"12 of 14 rows have bad images; correct them, or set --data.skip-bad"
+    ) as error:
+        read_from(write_bad(tmp_path, 12), model, tmp_path, DATA)
+    said = str(error.value).splitlines()
+    assert len(said) == 12 and said[-1] == "  and 2 more" and "none9.png' cannot be read" in said[10]
+    rows = read_from(write_bad(tmp_path, 12), model, tmp_path, skip)
+    assert (len(rows.rows), rows.skipped) == (2, 12)
+    assert "12 of 14 rows are left out for bad images:" in caplog.text and "none0.png" in caplog.text
+    with pytest.raises(ValueError, match=r"12 of 12 rows have bad images; correct them:"):
+        read_from(write_bad(tmp_path, 12, good=0), model, tmp_path, skip)
+    with pytest.raises(ValueError, match=r"none0.png' cannot be read: .*; or leave the row out by --data.skip-bad-im"):
+        read_from(write_bad(tmp_path, 1), model, tmp_path, DATA)
+
+
+def test_conversations_with_bad_images_are_left_out_too(model, tmp_path, caplog):
+    save_images(tmp_path)
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "y"}]
+    path = write(tmp_path, *({"messages": turns, "images": [name]} for name in ("a.png", "none.png", "none2.png")))
+    reader = build_image_reader(model, str(tmp_path / "run"), 64)
+    read = partial(read_examples, path, load_tokenizer(model.folder), model=model, image_reader=reader)
+    examples, skipped = read(SftConfig(data=replace(DATA, skip_bad_images=True)))
+    assert (len(examples), skipped) == (1, 2) and "2 of 3 rows are left out for bad images" in caplog.text
+    with pytest.raises(ValueError, match="2 of 3 rows have bad images"):
+        read(SftConfig(data=DATA))
 
 
 def test_a_model_without_vision_refuses_images(tmp_path):
