@@ -67,7 +67,7 @@ class Rows:
     """The rows of one source.
 
     Attributes:
-        skipped: number of rows that were left out for too long a prompt.
+        skipped: number of rows that were left out for too long a prompt or bad images.
         places: where each row stands, for messages.
     """
 
