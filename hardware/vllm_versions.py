@@ -102,6 +102,16 @@ RETURNED_STATES = Feature(
     since="0.26",
     without="the layer writes into a tensor that it is given",
 )
+LONE_VIDEOS = Feature(
+    "video token alone as the place of a Qwen's video",
+    since="0.26",
+    without="prompts have it between a start and an end token; so they do with transformers before 5.10",
+)
+TILES_BY_IDS = Feature(
+    "InternVL whose image tokens are placed by their ids",
+    since="0.31",
+    without="rollouts of InternVL are refused: it decodes the image tokens to text, and does not find them again",
+)
 FEATURES = (
     CACHE_MANAGER,
     SENDERS,
@@ -111,6 +121,8 @@ FEATURES = (
     CPU_EXPERTS,
     TIED_HEADS,
     RETURNED_STATES,
+    LONE_VIDEOS,
+    TILES_BY_IDS,
 )
 
 

@@ -19,20 +19,19 @@ fail() {
 profile=${1:-cpu}
 wanted=python3.11
 [ $profile != gpu-image ] || wanted=python3.12
-python=${PYTHON:-$(command -v $wanted || command -v python3 || true)}
-[ -n "$python" ] || fail "no python3 on the PATH; install Python 3.11 or name it: PYTHON=/path/to/$wanted bash $0"
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' ||
-  fail "$python is $("$python" -V 2>&1); Python 3.11 or newer is needed: PYTHON=/path/to/$wanted bash $0"
+find_python() { # FOLDER   PYTHON, that of an environment which is there, or the one that is wanted
+  python=${PYTHON:-}
+  [ -n "$python" ] || [ ! -x "$1/bin/python" ] || python=$(readlink -f "$1/bin/python")
+  [ -n "$python" ] || python=$(command -v $wanted || command -v python3 || true)
+  [ -n "$python" ] || fail "no python3 on the PATH; install Python 3.11 or name it: PYTHON=/path/to/$wanted bash $0"
+  "$python" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' ||
+    fail "$python is $("$python" -V 2>&1); Python 3.11 or newer is needed: PYTHON=/path/to/$wanted bash $0"
+}
 
 case $profile in
   cpu) folder=.venv ;;
   npu) folder=.venv-npu ;;
-  ascend | gpu-image)
-    folder=.venv-$profile
-    [ "$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')" = $wanted ] ||
-      fail "$profile is a list of $wanted, and $python is $("$python" -V 2>&1): PYTHON=/path/to/$wanted bash $0 $profile"
-    ;;
-  cuda | npu-device) folder=.venv-$profile ;;
+  cuda | npu-device | ascend | gpu-image) folder=.venv-$profile ;;
   reasoning)
     bash scripts/setup.sh cpu
     if .venv/bin/python -m pip show --quiet reasoning-gym 2>/dev/null; then
@@ -46,6 +45,7 @@ case $profile in
     ;;
   verifiers) # which asks for an older openai than .venv has
     if [ ! -x .venv-verifiers/bin/vf-eval ]; then
+      find_python .venv-verifiers
       echo "setup: installing verifiers into .venv-verifiers"
       "$python" -m venv .venv-verifiers
       .venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv ||
@@ -58,10 +58,16 @@ case $profile in
 verifiers"
     ;;
 esac
+find_python $folder
+case $profile in
+  ascend | gpu-image)
+    [ "$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')" = $wanted ] ||
+      fail "$profile is a list of $wanted, and $python is $("$python" -V 2>&1): PYTHON=/path/to/$wanted bash $0 $profile"
+    ;;
+esac
 list=requirements/${profile%-device}.txt
 [ -e "$list" ] || list=requirements/stacks/$profile.txt
 torch=$(sed -n 's/^torch==//p' "$list")
-[ -n "${PYTHON:-}" ] || [ ! -x $folder/bin/python ] || python=$(readlink -f $folder/bin/python)
 inputs=("$list" pyproject.toml requirements/rlworker_torchvision.py)
 [ $profile = cpu ] || inputs+=(scripts/setup.sh) # which says what is left out
 stamp=$({ "$python" -V && cat "${inputs[@]}"; } | sha256sum | cut -d' ' -f1)
@@ -73,7 +79,7 @@ echo "setup: installing the $profile profile into $folder"
 if [ -e $folder ] && [ ! -e $folder/.rlworker ]; then
   fail "$folder exists and was not made by this script; move it away (mv $folder $folder.mine) and run this again"
 fi
-mkdir -p $folder
+mkdir -p $folder && touch $folder/.rlworker
 clear=()
 [ ! -x $folder/bin/python ] || [ "$($folder/bin/python -V)" = "$("$python" -V)" ] || clear=(--clear)
 "$python" -m venv "${clear[@]}" $folder || fail "could not make $folder with $python; on Debian install python3-venv"

@@ -10,6 +10,7 @@ from engines.validation import PassThrough, check_numbers, check_types
 from hardware.attention.rollouts import check_rollout_override
 from hardware.megatron.form import NO_ROUTE
 from hardware.platform import Platform
+from hardware.vllm_versions import SENDERS
 
 MOST_KEPT = 1024
 """Largest top_k, since all kept ids travel with every sampled token."""
@@ -229,9 +230,10 @@ def find_weight_way(config: VllmConfig, platform: Platform, colocated: bool) -> 
     """
     ways = platform.find_weight_ways(colocated)
     if config.weight_transfer not in ("auto", *ways):
+        lack = "" if SENDERS.is_there else f" ({SENDERS.explain()})"
         raise ValueError(
             f"rollout: weight_transfer={config.weight_transfer!r} is no way of weights on platform {platform.name!r} "
-            f"{'with' if colocated else 'without'} placement.colocate, expected auto or one of {list(ways)}; change "
-            "--rollout.weight-transfer"
+            f"{'with' if colocated else 'without'} placement.colocate, expected auto or one of {list(ways)}{lack}; "
+            "change --rollout.weight-transfer"
         )
     return ways[0] if config.weight_transfer == "auto" else config.weight_transfer

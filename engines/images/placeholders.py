@@ -8,14 +8,18 @@ so that an image's newlines and the text's may be one token.
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from engines.batch.samples import Image
 from engines.images.video import Video
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
+from hardware.vllm_versions import LONE_VIDEOS
 
 _MOST = 4
 """Most newlines that vLLM merges to one token (0.32, model_executor/models/gemma3_mm)."""
@@ -78,11 +82,18 @@ def list_margin_tokens(model: ModelSpec) -> tuple[int, ...]:
     return tuple(read_newlines(model.folder).values()) if model.vision and model.vision.tower.margin else ()
 
 
+@cache
+def wraps_videos() -> bool:
+    """Tell whether vLLM looks for a video's token between a start and an end token."""
+    return not LONE_VIDEOS.is_there or Version(version("transformers")) < Version("5.10")
+
+
 def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpec) -> list[int]:
     """Replace the tokens of each image in a prompt by the one placeholder that vLLM expands: ``[n] -> [m]`` ids.
 
     The placeholder is the image token; vLLM adds the tokens around tiles. In a family with a margin it is the start
-    token, and vLLM adds the rest. For a video it is the video token; vLLM adds the times and the tokens around frames.
+    token, and vLLM adds the rest. For a video it is the video token, or what ``wraps_videos`` says; vLLM adds the times
+    and the tokens around frames.
     """
     vision, remaining = model.require_vision(), list(images)
     collapsed, place = [], 0
@@ -93,9 +104,10 @@ def collapse_images(ids: Sequence[int], images: Sequence[Image], model: ModelSpe
             begun = len(write_times(image, vision, model.folder)[0]) + 1  # first time and start, taken for text so far
             del collapsed[-begun:]
             place += len(place_frames(image, vision, model.folder)) - begun
+            collapsed += [vision.start_token, token, vision.end_token] if wraps_videos() else [token]
         else:
             place += image.tokens(vision.merge) if image else 1
-        collapsed.append(token)
+            collapsed.append(token)
     if vision.tower.tiles:  # of start, image and end the image stays
         start, image, end = vision.start_token, vision.image_token, vision.end_token
         pairs = list(pairwise([None, *collapsed, None]))  # each id with the one before it, and with the one after it

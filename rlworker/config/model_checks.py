@@ -11,7 +11,7 @@ from hardware.attention.rollouts import find_rollout_backend, list_parts
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from hardware.platforms import get_platform
-from hardware.vllm_versions import find_version
+from hardware.vllm_versions import TESTED, TILES_BY_IDS, find_version
 
 
 def check_engines(
@@ -46,6 +46,10 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
         raise ValueError(
             f"rollout: replay_routes has no recorder of experts on platform {platform_name!r} with vLLM "
             f"{find_version()}; leave --rollout.replay-routes out"
+        )
+    if model.vision and model.vision.tower.tiles and not TILES_BY_IDS.is_there:
+        raise ValueError(
+            f"rollout: {TILES_BY_IDS.explain()}, and the model cuts images into tiles; install vLLM {TESTED[-1]}"
         )
     check_rollout_rules(model, rollout, platform)
     backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)

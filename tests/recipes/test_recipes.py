@@ -13,9 +13,11 @@ import pytest
 import torch
 from support.program import run_recipe
 from support.ranks.vlm_cases import QWEN2_5_VL_7B, QWEN3_VL_30B
+from support.rollout_workers import needs
 
 from engines.batch.batch import TrainBatch
 from hardware.platforms import get_platform
+from hardware.vllm_versions import CAUSAL_FLAGS, TILES_BY_IDS
 from recipes.common import squares
 from recipes.common.addition import make_expert_model, make_model, make_state_model
 from rlworker.algorithms.advantages import distill
@@ -88,7 +90,9 @@ def mark_smoke(case: tuple) -> tuple:
         lacks = not Path(VERIFIERS_PYTHON).exists()
         reason = f"there is no {VERIFIERS_PYTHON}: bash scripts/setup.sh verifiers makes it"
         return pytest.mark.large, pytest.mark.skipif(lacks, reason=reason)
-    return (pytest.mark.product if case in BY_HAND else pytest.mark.large,)
+    lacking = {INTERN: TILES_BY_IDS, GEMMA: CAUSAL_FLAGS}.get(case[1])
+    needed = (needs(lacking),) if lacking and "images" in case[0] else ()
+    return (*needed, pytest.mark.product if case in BY_HAND else pytest.mark.large)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen2_vl": ((r"^model\.visual\.", "visual."),),
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
     "internvl": ((r"^model\.", ""), (r"^lm_head\.", "language_model.lm_head.")),
+    "qwen3_5": ((r"^model\.language_model\.visual\.", "model.visual."),),
     "qwen3_5_text": ((r"^model\.language_model\.", "model."),),
     "qwen3_5_moe_text": ((r"^model\.language_model\.", "model."),),
 }

@@ -20,7 +20,7 @@ from engines.batch.samples import Sampling
 from engines.config import VllmConfig
 from engines.images.placeholders import make_placeholders, read_newlines
 from engines.models.spec import ModelSpec
-from hardware.vllm_versions import CAUSAL_FLAGS
+from hardware.vllm_versions import CAUSAL_FLAGS, TILES_BY_IDS
 from rlworker.checks.reference.huggingface import iterate_logits, load_huggingface, make_image_arguments
 from rlworker.checks.tiny.models import make_tiny_model
 
@@ -36,8 +36,9 @@ LAST = 4
 @pytest.fixture(scope="module", params=in_runs(BY_DEFAULT, IMAGE_STATE_FAMILIES, OTHERS))
 def rollout(request, cluster, tmp_path_factory):
     """An engine, its model and prompts of it."""
-    if request.param == "gemma3" and not CAUSAL_FLAGS.is_there:
-        pytest.skip(CAUSAL_FLAGS.explain())
+    feature = {"gemma3": CAUSAL_FLAGS, "internvl": TILES_BY_IDS}.get(request.param)
+    if feature and not feature.is_there:
+        pytest.skip(feature.explain())
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = ModelSpec.from_folder(folder)
     with start_engine(model, CONFIG) as worker:

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import cv2
 import numpy as np
@@ -159,6 +160,9 @@ def test_images_and_videos_come_in_the_order_of_their_places(read, model):
     with pytest.raises(ValueError, match=r"video 0: a sequence has tokens of images and of videos in another order"):
         find_image_blocks(swapped, plain.images, vision)
     assert collapse_images((5, *plain.prompt_ids, 6), plain.images, model) == [5, video, start, image, end, video, 6]
+    with patch("engines.images.placeholders.wraps_videos", return_value=True):
+        wrapped = [start, video, end]
+        assert collapse_images(plain.prompt_ids, plain.images, model) == [*wrapped, start, image, end, *wrapped]
 
 
 def test_a_video_that_changed_is_named(read, kept, tmp_path):
