@@ -36,7 +36,8 @@ FACTOR = 4.0
 SEEDS = (1, 2, 3, 4)
 """Of the draws."""
 MOST_DIGITS = 512
-"""Last digits of a kind's largest number by which draws are at most off. More is no rounding: a near tie of experts."""
+"""Last digits of a kind's largest number by which draws are at most off. More is no rounding, but a near tie between
+experts, or other inputs than the truth has."""
 STEPPED = ("weights", "adapters")
 """Kinds that Adam has moved. It divides each gradient by its size, so that a few numbers of any tensor, whose gradients
 are next to nothing, are off by much of a step: all tensors count as moved as far as the furthest."""
@@ -46,6 +47,7 @@ SOURCES = (
     "engines/batch",
     "engines/images",
     "engines/models",
+    "rlworker/algorithms",
     "rlworker/checks/reference/huggingface.py",
     "tests/support/huggingface.py",
     "tests/support/ranks/adapter_cases.py",
