@@ -28,7 +28,7 @@ from rlworker.checks.reference.huggingface import (
     computing_in_double,
     iterate_logits,
     load_huggingface,
-    make_image_arguments,
+    open_images,
     score_tokens,
 )
 from rlworker.checks.trainer import CheckedTrainer, Finding
@@ -256,6 +256,7 @@ def compute_anew(
     tell(f"HuggingFace, {dtype}, from the engine's states".replace("torch.", ""))
     computed: dict[int, list[Tensor]] = {}
     scores = []
+    images = open_images(model, batch, dtype)
     with computing_in_double() if dtype == torch.float64 else nullcontext():
         network = load_huggingface(model, dtype)
         language = network.model.language_model if model.vision else network.model
@@ -270,7 +271,7 @@ def compute_anew(
                 return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
 
             module.register_forward_pre_hook(exchange, with_kwargs=True)
-        for one, logits in iterate_logits(network, batch, make_image_arguments(model)):
+        for one, logits in iterate_logits(network, batch, images):
             scores.append(score_tokens(logits, one.targets, states.banned, states.temperature).logprobs)
     stages = {number: torch.cat(parts) for number, parts in computed.items()}
     return replace(states, stages=stages, logprobs=torch.cat(scores))

@@ -5,7 +5,6 @@ The computation itself is ``rlworker.checks.reference.huggingface``, one sequenc
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -96,22 +95,6 @@ def take_steps(
         yield found, torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         torch.nn.utils.clip_grad_norm_(parameters, optimizer.clip_grad)
         adam.step()
-
-
-def open_images(spec: ModelSpec, batch: TrainBatch, dtype: torch.dtype) -> Arguments:
-    """Open a batch's images now, and return a function that gives each sequence its own, in turn, again and again.
-
-    Args:
-        dtype: of the pixels. Opened while all is computed in float64, some would be rounded to other whole numbers.
-    """
-    see, given = make_image_arguments(spec), []
-    for number in range(len(batch)):
-        one = batch.select(number, number + 1)
-        if one.num_tokens:
-            inputs = see(one)
-            given.append({name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()})
-    turns = itertools.cycle(given)
-    return lambda one: next(turns)
 
 
 def compute_padded_logits(model: PreTrainedModel, batch: TrainBatch) -> Tensor:

@@ -28,7 +28,7 @@ from rlworker.checks.reference.huggingface import (
     computing_in_double,
     iterate_logits,
     load_huggingface,
-    make_image_arguments,
+    open_images,
     perturb_weights,
     score_tokens,
 )
@@ -180,6 +180,7 @@ def _compute_in(
         seed: of ``perturb_weights``; None leaves the weights as they are.
     """
     adapters = lora.make_values(spec) if lora else {}  # in float32 at all types
+    images = open_images(spec, batch, dtype)
     with computing_in_double() if dtype == torch.float64 else nullcontext():
         model = load_huggingface(spec, dtype)
         if lora:
@@ -189,7 +190,7 @@ def _compute_in(
         states = _keep_hidden_states(model.model.language_model if spec.vision else model.model)
         rows_at_once = max(1, _SCORES_AT_ONCE // spec.vocab)
         outputs = []
-        for sequence, logits in iterate_logits(model, batch, make_image_arguments(spec)):
+        for sequence, logits in iterate_logits(model, batch, images):
             parts = [
                 checkpoint(score_tokens, *part, spec.banned_tokens, temperature, use_reentrant=False)
                 for part in zip(logits.split(rows_at_once), sequence.targets.split(rows_at_once))

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -167,3 +168,20 @@ def make_image_arguments(spec: ModelSpec) -> Arguments:
         return inputs
 
     return arguments
+
+
+def open_images(spec: ModelSpec, batch: TrainBatch, dtype: torch.dtype) -> Arguments:
+    """Open a batch's images now, and return a function that gives each sequence its own, in turn, again and again.
+
+    Args:
+        dtype: of the pixels. Opened within ``computing_in_double``, some would be rounded to other whole numbers.
+    """
+    make_arguments = make_image_arguments(spec)
+    opened: list[dict[str, Tensor]] = []
+    for number in range(len(batch)):
+        sequence = batch.select(number, number + 1)
+        if sequence.num_tokens:
+            inputs = make_arguments(sequence)
+            opened.append({name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()})
+    turns = cycle(opened)
+    return lambda sequence: next(turns)

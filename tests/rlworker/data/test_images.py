@@ -224,7 +224,9 @@ def test_conversations_with_bad_images_are_left_out_too(model, tmp_path, caplog)
     turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "y"}]
     path = write(tmp_path, *({"messages": turns, "images": [name]} for name in ("a.png", "none.png", "none2.png")))
     reader = build_image_reader(model, str(tmp_path / "run"), 64)
-    read = partial(read_examples, path, load_tokenizer(model.folder), model=model, image_reader=reader)
+    tokenizer = load_tokenizer(model.folder)
+    tokenizer.chat_template = TURNS
+    read = partial(read_examples, path, tokenizer, model=model, image_reader=reader)
     examples, skipped = read(SftConfig(data=replace(DATA, skip_bad_images=True)))
     assert (len(examples), skipped) == (1, 2) and "2 of 3 rows are left out for bad images" in caplog.text
     with pytest.raises(ValueError, match="2 of 3 rows have bad images"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from support.huggingface import name_weights, open_images, run_forward, take_steps
+from support.huggingface import name_weights, run_forward, take_steps
 from support.ranks.engines_cases import STEPS, build_engine, gather_logits, make_batch, plan
 from support.ranks.vlm_cases import make_vlm_batch
 from support.rounding import Draw
@@ -15,7 +15,7 @@ from engines.config import LoraConfig, OptimizerConfig
 from engines.models.adapters import ExpertAdapter
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
-from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, open_images, probe_loss
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, adam_eps=1e-4, clip_grad=0.5)
 """A step moves an entry by at most lr / eps = 5 times the difference of its gradient."""

@@ -4,7 +4,7 @@ import dataclasses
 from functools import partial
 
 import torch
-from support.huggingface import compute_padded_logits, name_gradients, open_images
+from support.huggingface import compute_padded_logits, name_gradients
 from support.ranks.engines_cases import build_engine, plan
 from support.ranks.vlm_cases import make_prompts
 from support.rounding import Draw
@@ -17,6 +17,7 @@ from rlworker.algorithms.losses import policy_loss, truncated_importance
 from rlworker.checks.reference.huggingface import (
     iterate_logits,
     load_huggingface,
+    open_images,
     probe_loss,
     score_tokens,
 )

@@ -3,13 +3,13 @@
 from functools import partial
 
 import torch
-from support.huggingface import name_gradients, name_weights, open_images, run_forward, take_steps
+from support.huggingface import name_gradients, name_weights, run_forward, take_steps
 from support.ranks.vlm_cases import ROWS, make_vlm_batch, name_part
 from support.rounding import Draw, Rounding, check_distances, measure_rounding
 
 from engines.config import OptimizerConfig
 from engines.models.spec import ModelSpec
-from rlworker.checks.reference.huggingface import load_huggingface, probe_loss
+from rlworker.checks.reference.huggingface import load_huggingface, open_images, probe_loss
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, adam_eps=1e-5, clip_grad=0.5)
 """Of ranks that take the steps of a reference."""

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.cover import matrix
 from support.factors import IMAGE_FAMILIES, IMAGE_STATE_FAMILIES, LAYOUTS, parse_size
-from support.huggingface import name_gradients, open_images
+from support.huggingface import name_gradients
 from support.models import make_vlm
 from support.ranks.critic_cases import check_critic, run_critic
 from support.ranks.pool import draw_address
@@ -16,7 +16,7 @@ from support.ranks.vlm_cases import make_images, make_vlm_batch
 from support.rounding import Draw, measure_rounding
 
 from engines.models.spec import ModelSpec
-from rlworker.checks.reference.huggingface import load_huggingface
+from rlworker.checks.reference.huggingface import load_huggingface, open_images
 
 
 def make_critic(folder, family: str) -> str:
