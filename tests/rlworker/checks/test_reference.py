@@ -82,21 +82,30 @@ def shown(spec: ModelSpec, ids: list[int], paths: list[str]) -> dict:
     return kinds | {name: tensor for name, tensor in pixels.items() if name != "num_crops"}
 
 
-def by_labels(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> dict:
+def list_sequences(batch: TrainBatch) -> list[list[int]]:
+    """The ids of each sequence, its last target among them."""
+    starts = [0, *accumulate(batch.lengths)]
+    return [
+        [*batch.inputs[start:stop].tolist(), *batch.targets[stop - 1 : stop].tolist()]
+        for start, stop in zip(starts, starts[1:])
+    ]
+
+
+def by_labels(spec: ModelSpec, batch: TrainBatch, images: list[dict]) -> dict:
     """``[N]`` logprobs and entropies, 0 at targets that are never sampled, and gradients by the modules' names; all in
     float64."""
     model, total = sampling_model(spec), torch.zeros(())
     logprobs, entropy = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
     starts = [0, *accumulate(batch.lengths)]
     for row, (start, stop) in enumerate(zip(starts, starts[1:])):
-        ids = [*batch.inputs[start:stop].tolist(), *batch.targets[stop - 1 : stop].tolist()]
+        ids = list_sequences(batch)[row]
         for n in range(start, stop):
             place = n - start + 1
             if ids[place] in spec.banned_tokens:
                 continue
             labels = torch.full((1, len(ids)), -100)  # what transformers leaves out
             labels[0, place] = ids[place]
-            found = model(torch.tensor([ids]), labels=labels, **shown(spec, ids, paths[row]))
+            found = model(torch.tensor([ids]), labels=labels, **images[row])
             spread = torch.distributions.Categorical(logits=found.logits[0, place - 1]).entropy()
             logprobs[n], entropy[n] = -found.loss.detach(), spread.detach()
             if batch.mask[n]:
@@ -108,8 +117,10 @@ def by_labels(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> dic
 def check(spec: ModelSpec, batch: TrainBatch, paths: list[list[str]]) -> None:
     denominator = float(batch.mask.sum())
     found = compute_reference(spec, batch, probe_loss, denominator, TEMPERATURE)
+    # Opened within float64, some pixels would be rounded to other whole numbers.
+    images = [shown(spec, ids, paths[row]) for row, ids in enumerate(list_sequences(batch))]
     with computing_in_double():
-        want = by_labels(spec, batch, paths)
+        want = by_labels(spec, batch, images)
     assert float((found.logprobs - want["logprobs"]).abs().max()) <= SUMS_APART
     asked = want["entropy"] != 0
     assert asked[batch.mask].all()
