@@ -5,8 +5,10 @@ The calls run in a copy of this process, so that what they open, change or end i
 
 import asyncio
 import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
@@ -76,7 +78,7 @@ def try_rewards(
     # A fork has the functions as they are: nothing is pickled or imported, and it costs milliseconds.
     fork = multiprocessing.get_context("fork")
     here, there = cast(tuple[Connection, Connection], fork.Pipe(duplex=False))
-    process = fork.Process(target=_call_all, args=(there, calls, count, output), daemon=True)
+    process = fork.Process(target=_call_all, args=(there, calls, count, output))
     process.start()
     there.close()
     try:
@@ -90,6 +92,9 @@ def try_rewards(
             if finding.kind == "ended":
                 return
     finally:
+        assert process.pid
+        with suppress(ProcessLookupError):  # the calls' group, with what they have started
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
 
@@ -108,6 +113,7 @@ def _call_all(
     findings: Connection, calls: Sequence[tuple[Callable, str, Row]], count: int, output: Path | None
 ) -> None:
     """Make the calls one after another in this process, and send what each gave."""
+    os.setsid()
     if output:
         write_output_to(output)
     for number in (signal.SIGINT, signal.SIGTERM):  # the run's own handlers wait for the end of a step
@@ -131,8 +137,6 @@ def _call(scorer: Any, row: Row, count: int) -> _Finding:
         return _Finding("failed", f"raised {describe_error(error)}")
     for value, score, number in zip(values, scores, numbers, strict=True):
         if isnan(number):
-            description = describe_score(value)
-            if "expected" not in description:
-                description += ", expected a number"
+            description = describe_score(value) + ("" if isinstance(value, Mapping) else ", expected a number")
             return _Finding("failed" if isinstance(score, Real) else "no_number", description)
     return _Finding("number")

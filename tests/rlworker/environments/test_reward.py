@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import multiprocessing
 import os
 import re
 import time
@@ -293,6 +294,23 @@ def test_a_trial_leaves_nothing_in_the_process_of_the_run(tmp_path, caplog):
     assert not calls and not caplog.text and (tmp_path / "environment.log").read_text().count("printed") == 2
     with pytest.raises(ValueError, match="return_none"):
         try_reward(combine_parts({"verl": rate_like_verl, "none": return_none}, {}), tmp_path)
+
+
+def test_a_tried_reward_may_start_processes_which_end_with_it(tmp_path, caplog):
+    """As math-verify does; one that hangs is ended with what it started."""
+
+    def start(text, row):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        process.start()
+        (tmp_path / "pid").write_text(str(process.pid))
+        return 1.0
+
+    try_reward(start, tmp_path)
+    assert not caplog.text
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+            time.sleep(0.05)
 
 
 def test_an_environment_is_not_tried(tmp_path):
