@@ -17,6 +17,7 @@ from rlworker.data.messages import (
     TOOLS,
     VIDEO_MARKER,
     add_system,
+    drop_blank_keys,
     flatten_content,
     is_begun,
     read_tools,
@@ -113,6 +114,7 @@ def _read_messages(place: str, messages: Any, data: DataConfig) -> list[dict]:
             f"{place} must be a list of messages, as in the first row, got {reprlib.repr(messages)}; keep rows of text "
             "in a file of their own"
         )
+    messages = drop_blank_keys(messages)
     check_chat(messages, place, data)
     return messages
 

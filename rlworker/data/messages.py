@@ -69,6 +69,21 @@ def add_system(messages: Sequence[dict], system: str) -> tuple[dict, ...]:
     return {"role": "system", "content": system}, *messages
 
 
+def drop_blank_keys(messages: Sequence[dict]) -> list[dict]:
+    """Return messages whose parts lack the keys that are null: a template would take a part of text with ``"image":
+    null`` for an image."""
+    return [
+        {**message, "content": [_drop_blanks(part) for part in message["content"]]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _drop_blanks(part: Any) -> Any:
+    return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+
+
 def check_messages(messages: Sequence[Any], place: str) -> None:
     """Raise ValueError if a message has no role, or has content that a template cannot write.
 

@@ -21,6 +21,7 @@ from rlworker.data.messages import (
     TOOLS,
     add_system,
     check_messages,
+    drop_blank_keys,
     flatten_content,
     has_images,
     list_parts,
@@ -310,7 +311,7 @@ def _check_fields(where: str, source: dict, data: DataConfig) -> None:
         raise ValueError(
             f"{prompt_place} has messages as the text of JSON, got {prompt[:80]!r}; store them as a list of objects"
         )
-    check_chat(list_parts(prompt), prompt_place, data)
+    check_chat(drop_blank_keys(list_parts(prompt)), prompt_place, data)
     if not isinstance(answer, str):
         raise ValueError(
             f"{answer_place} must be text, got {type(answer).__name__}, the row has {', '.join(source)}; make it text "
@@ -365,7 +366,7 @@ def _make_messages(prompt: str | list[dict], data: DataConfig) -> tuple[dict, ..
             return ()
         text = f"{prompt}\n\n{data.instruction}" if data.instruction else prompt
         prompt = [{"role": "user", "content": text}]
-    return add_system(prompt, data.system)
+    return add_system(drop_blank_keys(prompt), data.system)
 
 
 def _read_shown_tools(source: dict, where: str, data: DataConfig) -> tuple[dict[str, Any], ...]:

@@ -112,6 +112,17 @@ def test_every_null_of_a_line_stays(tmp_path):
     ]
 
 
+def test_a_part_of_text_with_a_null_beside_it_is_text(tmp_path, tokenizer):
+    """As rows of one form for text and images have it; the row itself keeps the null."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "1+1=", "image": None}]}]
+    path = write(tmp_path, {"prompt": prompt, "answer": "2"})
+    check_rows(path, DATA)
+    (row,) = read_rows(path, tokenizer, DATA).rows
+    assert row.prompt == "user:1+1=;a:" and row.source["prompt"] == prompt
+    assert row.messages == ({"role": "user", "content": [{"type": "text", "text": "1+1="}]},)
+
+
 def test_a_prompt_of_another_name_is_a_chat_too(tmp_path):
     chats = [[USER], [USER | {"name": "Bo"}]]
     path = write_parquet(tmp_path, *({"ask": chat, "log": chat} for chat in chats))
