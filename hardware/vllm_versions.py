@@ -142,6 +142,18 @@ def _find_distribution() -> tuple[str, str]:
     return "", ""
 
 
+def check_architecture(name: str) -> None:
+    """Raise ValueError if the installed vLLM has no model of this name, such as ``Qwen3_5ForCausalLM``."""
+    spec = find_spec("vllm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        registry = Path(folder, "model_executor", "models", "registry.py")
+        if registry.is_file() and f'"{name}"' not in registry.read_text(encoding="utf-8"):
+            raise ValueError(
+                f"rollout: vLLM {find_version()} has no model {name}, which the folder's config.json names; install a "
+                f"version that has it, such as {TESTED[-1]}"
+            )
+
+
 def check_vllm(ignores: bool) -> None:
     """Raise ValueError if the installed vLLM was never tested, or does not load beside the installed torch.
 

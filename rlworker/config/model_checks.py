@@ -1,5 +1,6 @@
 """Checks that the engines can hold a model, from its folder alone, before anything heavy starts."""
 
+import json
 import math
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hardware.attention.rollouts import find_rollout_backend, list_parts
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from hardware.platforms import get_platform
-from hardware.vllm_versions import TESTED, TILES_BY_IDS, find_version
+from hardware.vllm_versions import TESTED, TILES_BY_IDS, check_architecture, find_version
 
 
 def check_engines(
@@ -36,6 +37,8 @@ def check_engines(
 def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> None:
     """Raise ValueError if a rollout engine cannot hold the model."""
     rollout.check_model(model)
+    if names := read_architectures(model.folder):
+        check_architecture(names[0])
     platform = get_platform(platform_name)
     if model.head_dim not in platform.rollout_head_dims:
         raise ValueError(
@@ -55,6 +58,12 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
     backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)
     platform.check_vllm_features(backend, rollout.spreads_experts)
     _check_cache(model, rollout, platform)
+
+
+def read_architectures(folder: str) -> list[str]:
+    """Read the names of a model's classes from its folder; empty if it has none."""
+    path = Path(folder, "config.json")
+    return json.loads(path.read_text()).get("architectures") or [] if path.is_file() else []
 
 
 def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str, is_whole: bool = True) -> None:

@@ -20,7 +20,7 @@ from engines.config.rollout import find_weight_way
 from engines.models.spec import ModelSpec
 from hardware import vllm_versions
 from hardware.platforms import get_platform
-from hardware.vllm_versions import FEATURES, TESTED, check_vllm, find_version, list_version_warnings
+from hardware.vllm_versions import FEATURES, TESTED, check_architecture, check_vllm, find_version, list_version_warnings
 from rlworker.checks.tiny.models import make_tiny_model
 from rlworker.config.model_checks import check_rollout
 
@@ -181,6 +181,12 @@ def test_what_a_version_lacks_is_refused_before_it_starts(installed, number):
             assert is_refused and f"vLLM {number} has no" in str(error)
         else:
             assert not is_refused
+
+
+def test_a_model_that_a_version_does_not_have_is_refused():
+    check_architecture("Qwen2ForCausalLM")
+    with pytest.raises(ValueError, match=r"has no model Qwen9ForCausalLM, .* such as 0\.32"):
+        check_architecture("Qwen9ForCausalLM")
 
 
 @pytest.mark.parametrize("number", ["0.26.0", "0.32.0"])

