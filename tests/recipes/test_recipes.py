@@ -115,7 +115,8 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
     if recipe == "dapo_math":  # a random model is nearly always wrong, which is -1: rollouts for want of a difference
         assert first["reward"] < -0.9 and first["samples"] == 3 * 8 * 4
         for step in (first, last):
-            assert ("empty_steps" in step) == (step["groups"] == step["zero_variance_groups"])
+            # Groups of like rewards teach all the same if the penalty for length tells their answers apart.
+            assert "empty_steps" not in step or step["groups"] == step["zero_variance_groups"]
             assert ("grad_norm" in step) != ("empty_steps" in step)
         return
     assert "heldout" in start and 0 < last["logprob_diff_mean"] <= 1e-5
