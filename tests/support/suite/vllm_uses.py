@@ -32,7 +32,7 @@ import torch
 from support.suite.imports import ROOT, parse
 from support.suite.vllm_sources import Sources
 
-from hardware.vllm_versions import CACHE_MANAGER, CAUSAL_FLAGS, CPU_EXPERTS, KEYS_FIRST, SENDERS, Feature
+from hardware.vllm_versions import CACHE_MANAGER, CAUSAL_FLAGS, CPU_EXPERTS, SENDERS, Feature
 
 PACKAGES = ("hardware", "engines", "rlworker")
 FILES = [
@@ -126,7 +126,6 @@ FEATURE_USES: dict[Feature, dict[str, str]] = {
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": "dynamic_causal",
         "vllm.v1.attention.backend:CommonAttentionMetadata": "mm_req_doc_ranges",
     },
-    KEYS_FIRST: {"vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "forward_includes_kv_cache_update"},
     SENDERS: {
         "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerWeightTransferEngine": "model_update_group _broadcast "
         "_checked_iter init_info_cls is_sender packed_buffer_size_bytes send_weights shutdown source trainer_init",
