@@ -57,7 +57,7 @@ def make_config(folder: Path, workers: int, options: Any):
     """Make the settings of a run of some workers: 64 samples a replica and step."""
     from engines.config import MegatronConfig, VllmConfig
     from rlworker.config.run import RunConfig
-    from rlworker.config.sections import DataConfig
+    from rlworker.config.sections import DataConfig, LimitsConfig
 
     engines, most = workers // SHARE, dict(max_model_len=4096, kv_cache_mb=40960)
     ranks = workers - engines
@@ -70,6 +70,7 @@ def make_config(folder: Path, workers: int, options: Any):
         steps=1 + options.steps,
         prompts_per_step=8 * ranks // TP,
         samples_per_prompt=8,
+        limits=LimitsConfig(logprob_diff_mean=2e-5),  # simulated ranks have no rounding to measure
     )
 
 
