@@ -180,7 +180,7 @@ def find_answer(text: str, row: Row) -> str:
     expected, or as many of its last lines as the row's answer has."""
     if (tagged := utils.extract_answer(text)) is not None:
         return tagged
-    if is_number(row.answer) and "×" not in row.answer:  # a product is not to be computed, and is compared as text
+    if is_number(row.answer) and "\N{MULTIPLICATION SIGN}" not in row.answer:  # products are text
         return find_expression(text).replace(",", "")
     lines = row.answer.strip().count("\n") + 1
     return "\n".join(text.strip().split("\n")[-lines:]).strip()
