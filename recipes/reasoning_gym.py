@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
-from recipes.common.numbers import find_expression, is_number
+from recipes.common.numbers import find_expression, is_number, normalise
 from rlworker import (
     AlgorithmConfig,
     DataConfig,
@@ -180,7 +180,8 @@ def find_answer(text: str, row: Row) -> str:
     expected, or as many of its last lines as the row's answer has."""
     if (tagged := utils.extract_answer(text)) is not None:
         return tagged
-    if is_number(row.answer) and "\N{MULTIPLICATION SIGN}" not in row.answer:  # products are text
+    # A task that spells its numbers otherwise, such as by a sign of multiplication, reads a text's own spelling alone.
+    if is_number(row.answer) and normalise(row.answer) == row.answer:
         return find_expression(text).replace(",", "")
     lines = row.answer.strip().count("\n") + 1
     return "\n".join(text.strip().split("\n")[-lines:]).strip()

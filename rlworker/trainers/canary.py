@@ -59,8 +59,7 @@ class Canary:
 
     def measure_floor(self) -> float | None:
         """Measure the mean |rollout - trainer logprob| over 256 prompt tokens or more; None without such text."""
-        longest = min(self.longest, _FLOOR_TOKENS + 1)
-        texts = cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, longest)
+        texts = self._cut_floor_texts()
         return self._compare(texts, scores_prompt=True)["logprob_diff_mean"] if texts else None
 
     def measure_rounding(self) -> float | None:
@@ -68,8 +67,7 @@ class Canary:
 
         The rollout engines take no part: a fault of theirs makes no limit wider.
         """
-        longest = min(self.longest, _FLOOR_TOKENS + 1)
-        texts = [row.prompt_ids for row in cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, longest)]
+        texts = [row.prompt_ids for row in self._cut_floor_texts()]
         if not texts:
             return None
         columns = {}
@@ -80,6 +78,10 @@ class Canary:
         batch = TrainBatch.from_ids(texts, [1] * len(texts), **columns)
         ranks = self.actor.run("engines.probes.megatron:measure_rounding", batch)
         return next(mean for mean in ranks if mean is not None)
+
+    def _cut_floor_texts(self) -> list[Row]:
+        """Cut the texts of prompts that a floor is measured on."""
+        return cut_texts(self._list_prompts(), _FLOOR_TOKENS, 2, min(self.longest, _FLOOR_TOKENS + 1))
 
     def _list_prompts(self) -> list[tuple[int, ...]]:
         """List the prompts' ids without those of images, which stand in no text."""

@@ -20,6 +20,7 @@ from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS, dense_attention, find_image_blocks
 from rlworker.checks.device.report import Device, DeviceFinding
+from rlworker.checks.reference.huggingface import round_otherwise
 
 LENGTHS = ((5, 1, 0, 9, 9, 2), (1,), (16, 16), (3, 0, 7, 40, 41, 37, 38))
 """Lengths of packs: with an empty sequence, with one sequence, with equal lengths, and with many."""
@@ -214,10 +215,11 @@ def compute_dense(case: AttentionCase, dtype: torch.dtype) -> DenseNumbers:
     inputs, weight = case.draw()
     values = [x.to(dtype) for x in inputs]
     exact = case.attend_densely([x.double() for x in values], weight)
-    draws = [
-        measure_differences(case.attend_densely([round_otherwise(x, seed) for x in values], weight), exact)
-        for seed in range(_DRAWS)
-    ]
+    draws = []
+    for seed in range(_DRAWS):
+        generator = torch.Generator().manual_seed(seed)
+        moved = [round_otherwise(x, generator) for x in values]
+        draws.append(measure_differences(case.attend_densely(moved, weight), exact))
     least = torch.finfo(dtype).eps
     outputs, *gradients = zip(*draws)
     of_gradients = max(least, *chain(*gradients))
@@ -230,13 +232,6 @@ def measure_differences(results: list[Tensor], exact: list[Tensor]) -> list[floa
         float((result.detach().cpu().double() - truth).abs().max()) / max(float(truth.abs().max()), 1.0)
         for result, truth in zip(results, exact, strict=True)
     ]
-
-
-def round_otherwise(values: Tensor, seed: int) -> Tensor:
-    """Return numbers that differ from ``values`` by half a last digit at most."""
-    generator = torch.Generator().manual_seed(seed)
-    share = torch.rand(values.shape, generator=generator, dtype=torch.float64) - 0.5
-    return (values.double() * (1 + torch.finfo(values.dtype).eps * share)).to(values.dtype)
 
 
 def find_holding_tokens(lengths: tuple[int, ...], sharing: Sharing | None) -> Tensor:

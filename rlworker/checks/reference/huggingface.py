@@ -78,7 +78,7 @@ def load_huggingface(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> "Pr
 
 @torch.no_grad()
 def perturb_weights(model: "PreTrainedModel", seed: int) -> None:
-    """Overwrite each weight w by w (1 + d), d drawn from -eps/2 to eps/2: at most half a last digit of its type.
+    """Overwrite each weight of a model by ``round_otherwise``.
 
     A model whose weights were rounded otherwise is as right as the model itself. What its outputs differ by is what
     rounding does to them on this machine.
@@ -88,10 +88,14 @@ def perturb_weights(model: "PreTrainedModel", seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        half_digit = torch.finfo(parameter.dtype).eps / 2
-        # In float64: 1 + d in the weights' own type would round most moves away.
-        share = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        parameter.copy_(parameter.double() * (1 + half_digit * share))
+        parameter.copy_(round_otherwise(parameter, generator))
+
+
+def round_otherwise(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Return values w (1 + d) in their own type, d drawn from -eps/2 to eps/2: moved by at most half a last digit."""
+    share = torch.rand(values.shape, generator=generator, dtype=torch.float64) - 0.5
+    # In float64: 1 + d in the values' own type would round most moves away.
+    return (values.double() * (1 + torch.finfo(values.dtype).eps * share)).to(values.dtype)
 
 
 def iterate_logits(
