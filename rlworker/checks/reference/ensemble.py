@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -60,11 +61,11 @@ class Rounding:
     gradient: float
 
     def take_larger(self, other: "Rounding") -> "Rounding":
-        """Return the larger of each number and the other's."""
+        """Return the larger of each number and the other's; NaN, below which nothing passes, is the larger."""
         return Rounding(
-            outputs={name: max(value, other.outputs[name]) for name, value in self.outputs.items()},
-            hidden={number: max(value, other.hidden[number]) for number, value in self.hidden.items()},
-            gradient=max(self.gradient, other.gradient),
+            outputs={name: float(np.maximum(value, other.outputs[name])) for name, value in self.outputs.items()},
+            hidden={number: float(np.maximum(value, other.hidden[number])) for number, value in self.hidden.items()},
+            gradient=float(np.maximum(self.gradient, other.gradient)),
         )
 
 
@@ -105,7 +106,9 @@ class Reference:
         return Rounding(
             outputs=self.compare_outputs(outputs),
             hidden={number: self.compare_hidden(number, states) for number, states in other.hidden.items()},
-            gradient=max(self.compare_gradient(name, gradient) for name, gradient in other.gradients.items()),
+            gradient=float(
+                np.max([self.compare_gradient(name, gradient) for name, gradient in other.gradients.items()])
+            ),
         )
 
     @cached_property
