@@ -256,10 +256,11 @@ def rate_like_verl(text, row):
     return {"score": float(text == row.answer == "2" and row.prompt == "1+1="), "acc": True}
 
 
-def try_reward(scorer, folder, **settings) -> None:
-    """Try a reward on a row of a file in ``folder``."""
+def try_reward(scorer, folder, time_limit_s: float = 60.0, **settings) -> None:
+    """Try a reward on a row of a file in ``folder``. The limit is reached by a reward that hangs, on a busy machine
+    too."""
     (folder / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}')
-    config = RunConfig(environment=EnvironmentConfig(time_limit_s=0.3), samples_per_prompt=3, **settings)
+    config = RunConfig(environment=EnvironmentConfig(time_limit_s=time_limit_s), samples_per_prompt=3, **settings)
     try_rewards(make_environment(scorer), config, [str(folder / "rows.jsonl")], folder / "environment.log")
 
 
@@ -276,7 +277,7 @@ def test_a_reward_that_returns_no_number_is_refused_before_anything_starts(score
 @pytest.mark.parametrize("scorer", [raise_on_all, rate_nan, end_process, sleep_long])
 def test_a_reward_that_fails_on_a_rows_answer_is_a_warning(scorer, tmp_path, caplog):
     """It may have one for other texts, and a failed call is an episode's outcome."""
-    try_reward(scorer, tmp_path)
+    try_reward(scorer, tmp_path, time_limit_s=0.3 if scorer is sleep_long else 60.0)
     said = {raise_on_all: "KeyError: 'ground_truth'", rate_nan: "returned nan", end_process: "ended its process"}
     assert said.get(scorer, "did not return in 0.3 s") in caplog.text and "a failed episode" in caplog.text
 
