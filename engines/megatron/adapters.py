@@ -58,7 +58,7 @@ class Adapters:
                 places = {name: place for place, name in enumerate(adapter.targets)}
                 tensors = adapter.weight.tensors.items()
                 rows = [torch.full((shape[0], 1), places.get(name, -1)) for name, shape in tensors]
-                owners = cut_share(adapter.b, rows, model)[:, 0]  # the target of each row on this rank, -1 for none
+                owners = cut_share(adapter.b, rows)[:, 0]  # the target of each row on this rank, -1 for none
                 made = LinearAdapter(
                     layer, module.config, owners, len(adapter.targets), config.lora.rank, config.lora.scale
                 )
@@ -86,7 +86,7 @@ class Adapters:
         for name, tensor in self.tensors.items():
             weight = self._weights[name]
             whole = [values.get(part, torch.zeros(shape)) for part, shape in weight.tensors.items()]
-            tensor.copy_(cut_share(weight, whole, self.model))
+            tensor.copy_(cut_share(weight, whole))
 
     def merge(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of a weight with its adapters merged into it."""
@@ -99,7 +99,7 @@ class Adapters:
         Args:
             value_of: function of a parameter that returns the tensor to export, such as its gradient.
         """
-        found = export_tensors(self.tensors, self.model, self._weights.__getitem__, value_of)
+        found = export_tensors(self.tensors, self._weights.__getitem__, value_of)
         return ((name, tensor) for name, tensor in found if name in self._targets)
 
     @contextmanager

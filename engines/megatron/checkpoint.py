@@ -183,7 +183,7 @@ def _place_learned(learned: Learned) -> dict[str, ShardedTensor | ShardedTensorF
         copy = 0 if cuts else mpu.get_tensor_model_parallel_rank()
         part = ShardedTensor.from_rank_offsets(name, parameter, *cuts, replica_id=(0, copy, replica))
         # Of a gated pair each half is cut for itself, so that a rank's part is no run of rows.
-        placed[name] = apply_swiglu_sharded_factory(part, ()) if cuts and weight.join == "gated" else part
+        placed[name] = apply_swiglu_sharded_factory(part, ()) if cuts and weight.join.parts > 1 else part
     return placed
 
 

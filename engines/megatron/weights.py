@@ -7,7 +7,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -42,122 +41,37 @@ def number_layers(module: GPTModel, named: Iterable[tuple[str, Named]]) -> dict[
     return {re.sub(r"^decoder\.layers\.(\d+)\.", shift, name): each for name, each in named}
 
 
-def _join(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int) -> Tensor:
-    """Join HF tensors to one of Megatron's, as ``Weight.join`` says; a vocabulary is padded to ``rows``."""
-    kind = weight.join
-    if kind == "grouped":
-        if not weight.order:
-            return _group(torch.cat(tensors).split(weight.runs), weight.groups)
-        runs = _ungroup(_group(tensors, weight.groups), weight.groups, weight.runs)
-        return _group([runs[place] for place in weight.order], weight.groups)
-    if kind == "gated_qkv":
-        # [heads * 2 * d, h] of q: of each head its query, then its gate. A group has its queries above their gates.
-        query = tensors[0].unflatten(0, (model.kv_heads, -1, 2, model.head_dim)).transpose(1, 2)
-        return _group([query.flatten(0, 3), *tensors[1:]], model.kv_heads)
-    if kind == "qkv":
-        # [heads * d, h] of q and [kv_heads * d, h] of k and v -> [kv_heads, rows of a group, h]: q of group 0, its k,
-        # its v, then group 1. So tensor parallelism cuts between groups and each rank has all that its heads need.
-        parts = tensors if len(tensors) > 1 else tensors[0].split(_count_qkv_rows(model))
-        return _group(parts, model.kv_heads)
-    if kind in ("gated", "stacked"):
-        return torch.cat(tensors)
-    if kind == "experts":
-        return torch.stack(tensors)
-    if kind == "expert_columns":
-        return tensors[0].unflatten(1, (-1, weight.groups)).permute(2, 0, 1)
-    if kind == "gated_experts":
-        return torch.stack(tensors).unflatten(0, (-1, 2))
-    if kind == "fused_experts":
-        return tensors[0].transpose(1, 2)  # [experts, f, h] -> [experts, h, f]
-    if kind == "fused_gated_experts":
-        return tensors[0].transpose(1, 2).unflatten(1, (2, -1))  # [experts, h, 2 f] -> [experts, 2, f, h]
-    if kind == "vocabulary":
-        return F.pad(tensors[0], (0, 0, 0, rows - tensors[0].shape[0]))  # [v, h] -> [rows, h], zeros at the end
-    return tensors[0]
-
-
-def _group(runs: Iterable[Tensor], groups: int) -> Tensor:
-    """Join runs of rows: the first of ``groups`` parts of each run, then the second."""
-    return torch.cat([run.unflatten(0, (groups, -1)) for run in runs], dim=1).flatten(0, 1)
-
-
-def _ungroup(whole: Tensor, groups: int, rows: Iterable[int]) -> list[Tensor]:
-    """Take runs of so many rows apart: the inverse of ``_group``."""
-    parts = whole.unflatten(0, (groups, -1)).split([count // groups for count in rows], dim=1)
-    return [part.flatten(0, 1) for part in parts]
-
-
-def _count_qkv_rows(model: ModelSpec) -> list[int]:
-    """Count the rows of queries, keys and values, which a family has in a tensor each or in one, in this order."""
-    return [heads * model.head_dim for heads in (model.heads, model.kv_heads, model.kv_heads)]
-
-
-def _split(weight: Weight, whole: Tensor, model: ModelSpec) -> list[Tensor]:
-    """Split a Megatron tensor into its HuggingFace tensors: the inverse of ``_join``."""
-    rows = [shape[0] for shape in weight.tensors.values()]  # of each HF tensor, in the order of their join
-    if weight.join == "expert_columns":
-        return [whole.permute(1, 2, 0).flatten(1)]
-    if weight.join in ("experts", "gated_experts"):
-        return list(whole.flatten(0, -3))  # but for the last two axes, of which each HF tensor has its own
-    if weight.join in ("fused_experts", "fused_gated_experts"):
-        return [whole.flatten(1, -2).transpose(1, 2).contiguous()]
-    if weight.join == "qkv":
-        parts = _ungroup(whole, model.kv_heads, _count_qkv_rows(model))
-        return parts if len(rows) > 1 else [torch.cat(parts)]
-    if weight.join == "gated_qkv":
-        query, *others = _ungroup(whole, model.kv_heads, rows)
-        query = query.unflatten(0, (model.kv_heads, 2, -1, model.head_dim)).transpose(1, 2)
-        return [query.flatten(0, 3), *others]
-    if weight.join == "grouped":
-        if not weight.order:
-            return list(torch.cat(_ungroup(whole, weight.groups, weight.runs)).split(rows))
-        runs = dict(zip(weight.order, _ungroup(whole, weight.groups, [weight.runs[place] for place in weight.order])))
-        return _ungroup(_group([runs[place] for place in sorted(runs)], weight.groups), weight.groups, rows)
-    return list(whole[: sum(rows)].split(rows))  # without the vocabulary's padding
-
-
 def _cut_shard(weight: Weight, whole: Tensor) -> Tensor:
     """Cut out this rank's part of a whole tensor."""
     for axis, way in weight.cut.items():
         if (group := get_cut_group(way)).size() > 1:
-            # Gate above up, [2 ffn, h]: each half is cut for itself, so that a rank has the same columns of both.
-            halves = whole.chunk(2 if weight.join == "gated" else 1)
-            whole = torch.cat([half.chunk(group.size(), dim=axis)[group.rank()] for half in halves])
+            whole = weight.join.cut(whole, axis, ranks=group.size(), rank=group.rank())
     return whole
 
 
-def cut_share(weight: Weight, tensors: list[Tensor], model: ModelSpec, rows: int = 0) -> Tensor:
-    """Cut this rank's part out of a parameter that is joined from HF tensors.
-
-    Args:
-        rows: of a padded vocabulary over all ranks; other joins do not read it.
-    """
-    return _cut_shard(weight, _join(weight, tensors, model, rows))
+def cut_share(weight: Weight, tensors: list[Tensor]) -> Tensor:
+    """Cut this rank's part out of a parameter that is joined from HF tensors."""
+    return _cut_shard(weight, weight.join.join(tensors))
 
 
 def _unshard(weight: Weight, value: Tensor) -> Tensor:
     """Gather the whole tensor from every rank's part: the inverse of ``_cut_shard``. Collective."""
     for axis, way in reversed(weight.cut.items()):
         if (group := get_cut_group(way)).size() > 1:
-            parts = [torch.empty_like(value) for _ in range(group.size())]
-            dist.all_gather(parts, value.contiguous(), group=group)
-            # Of a gated pair the gate of every rank, then up of every rank.
-            halves = zip(*(part.chunk(2 if weight.join == "gated" else 1) for part in parts))
-            value = torch.cat([torch.cat(half, dim=axis) for half in halves])
+            shares = [torch.empty_like(value) for _ in range(group.size())]
+            dist.all_gather(shares, value.contiguous(), group=group)
+            value = weight.join.gather(shares, axis)
     return value
 
 
-def _read(folder: SafetensorsFolder, weight: Weight) -> tuple[Weight, list[Tensor]]:
-    """Read the tensors of a weight, those of experts for this rank's alone; return what is left to cut, and them."""
+def _read_share(folder: SafetensorsFolder, weight: Weight) -> Tensor:
+    """Read this rank's part of a weight; of experts, no tensor and no row of other ranks'."""
     if weight.cut.get(0) != "ep":
-        return weight, [folder[name] for name in weight.tensors]
-    group, names = get_cut_group("ep"), list(weight.tensors)
-    weight = replace(weight, cut={axis: way for axis, way in weight.cut.items() if axis})
-    if weight.join in ("experts", "gated_experts"):  # a tensor of each expert, or two
-        count = len(names) // group.size()
-        return weight, [folder[name] for name in names[group.rank() * count :][:count]]
-    count = weight.tensors[names[0]][0] // group.size()
-    return weight, [folder.read_rows(names[0], group.rank() * count, count)]
+        return cut_share(weight, [folder[name] for name in weight.tensors])
+    group = get_cut_group("ep")
+    experts = weight.join.read_share(folder, weight.tensors, ranks=group.size(), rank=group.rank())
+    within_experts = {axis: way for axis, way in weight.cut.items() if axis}
+    return cut_share(replace(weight, cut=within_experts), experts)
 
 
 @torch.no_grad()
@@ -177,8 +91,7 @@ def load_weights(module: GPTModel, model: ModelSpec, loaded: Container[Tensor] =
         weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)
         if parameter in loaded or any(n not in folder for n in weight.tensors):
             continue
-        rows = parameter.shape[0] * mpu.get_tensor_model_parallel_world_size()
-        value = cut_share(*_read(folder, weight), model, rows)
+        value = _read_share(folder, weight)
         if value.shape != parameter.shape:
             raise ValueError(
                 f"model: {list(weight.tensors)} in {model.folder!r} give {name} the shape {tuple(value.shape)}, "
@@ -200,12 +113,12 @@ def export_weights(
     parameters = _name_weights(module, model)
     if model.tied:
         parameters.pop(OUTPUT, None)  # the last stage's copy of the embedding, which the first stage gives out
-    return export_tensors(parameters, model, model.find_weight, value_of, only_helps)
+    return export_tensors(parameters, model.find_weight, value_of, only_helps)
 
 
 @torch.no_grad()
 def export_tensors(
-    named: Mapping[str, Tensor], model: ModelSpec, find: Callable[[str], Weight], value_of, only_helps: bool = False
+    named: Mapping[str, Tensor], find: Callable[[str], Weight], value_of, only_helps: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(HF name, full tensor)`` of this rank's tensors and those of other stages, as ``export_weights`` does.
 
@@ -224,7 +137,7 @@ def export_tensors(
             if only_helps:
                 continue
             whole = _send_from_stage(mine, stage, stages)
-            yield from zip(weight.tensors, _split(weight, whole, model), strict=True)
+            yield from weight.split(whole).items()
 
 
 def _send_from_stage(mine: Tensor | None, stage: int, stages: dist.ProcessGroup) -> Tensor:

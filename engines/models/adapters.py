@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from engines.models.joins import ExpertColumns
 from engines.models.spec import ModelSpec
 from engines.models.weight import Way, Weight
 
@@ -63,7 +64,7 @@ class Adapter:
         columns = next(iter(self.weight.tensors.values()))[1]
         tensors = {name_in_peft(self.model, name, "A"): (self.rank, columns) for name in self.targets}
         cut: dict[int, Way] = {axis: way for axis, way in self.weight.cut.items() if axis == 1}
-        return Weight(f"{self.name}.a", tensors, "stacked", cut, self.weight.part)
+        return Weight(f"{self.name}.a", tensors, cut=cut, part=self.weight.part)
 
     @cached_property
     def b(self) -> Weight:
@@ -112,7 +113,7 @@ class ExpertAdapter(Adapter):
         """Rows ``[experts, out, rank]``; PEFT has columns of one expert after another, rank by rank."""
         count, rows, _ = self.shape
         tensors = {self._name_in_peft("B"): (rows, self.rank * count)}
-        return Weight(f"{self.name}.b", tensors, "expert_columns", {0: "ep"}, self.weight.part, groups=count)
+        return Weight(f"{self.name}.b", tensors, ExpertColumns(experts=count), {0: "ep"}, self.weight.part)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from engines.models.families import find_family
 from engines.models.family import Family
 from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, refuse_unsupported
 from engines.models.hub import find_here
+from engines.models.joins import Vocabulary
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
@@ -250,10 +251,7 @@ class ModelSpec(DecoderSizes):
         name = self.find_folder_name(name)
         if (weight := self._joined_in_module.get(name)) is None:
             return {name: values}
-        if weight.join.startswith("fused"):
-            return dict.fromkeys(weight.tensors, values.transpose(1, 2))
-        parts = values.reshape(len(weight.tensors), *next(iter(weight.tensors.values())))
-        return dict(zip(weight.tensors, parts, strict=True))
+        return weight.join.split_module(values, weight.tensors)
 
     @cached_property
     def _joined_in_module(self) -> dict[str, Weight]:
@@ -323,7 +321,7 @@ class ModelSpec(DecoderSizes):
 
 
 def _make_language_head(model: ModelSpec) -> list[Weight]:
-    return [Weight(OUTPUT, {model.family.output: (model.vocab, model.hidden)}, "vocabulary", {0: "tp"})]
+    return [Weight(OUTPUT, {model.family.output: (model.vocab, model.hidden)}, Vocabulary(), {0: "tp"})]
 
 
 def _make_value_head(model: ModelSpec) -> list[Weight]:

@@ -1,12 +1,19 @@
 """Pieces that several families are made of: of a decoder, in Megatron's order within each, and of a vision tower."""
 
+from engines.models.joins import GATED, Grouped, Vocabulary
 from engines.models.layer import DecoderSizes
 from engines.models.weight import EMBEDDING, Weight
 
 
 def embedding(model: DecoderSizes) -> tuple[Weight, ...]:
     """State the embedding ``[v, h]``, a row for each token; Megatron pads the rows."""
-    return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, "vocabulary", cut={0: "tp"}),)
+    return (Weight(EMBEDDING, {"embed_tokens.weight": (model.vocab, model.hidden)}, Vocabulary(), cut={0: "tp"}),)
+
+
+def group_queries(model: DecoderSizes) -> Grouped:
+    """Group the rows of queries, keys and values by heads of keys."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return Grouped(groups=model.kv_heads, runs=(queries, keys, keys))
 
 
 def attention(model: DecoderSizes) -> tuple[Weight, ...]:
@@ -17,7 +24,7 @@ def attention(model: DecoderSizes) -> tuple[Weight, ...]:
     return (
         Weight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
         Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut={1: "tp"}),
-        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut={0: "tp"}),
+        Weight("self_attention.linear_qkv.weight", qkv, group_queries(model), cut={0: "tp"}),
     )
 
 
@@ -26,7 +33,7 @@ def qkv_bias(model: DecoderSizes) -> tuple[Weight, ...]:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     tensors = {f"self_attn.{name}.bias": (rows,) for name, rows in parts.items()}
-    return (Weight("self_attention.linear_qkv.bias", tensors, "qkv", cut={0: "tp"}),)
+    return (Weight("self_attention.linear_qkv.bias", tensors, group_queries(model), cut={0: "tp"}),)
 
 
 def qk_norm(model: DecoderSizes) -> tuple[Weight, ...]:
@@ -43,7 +50,7 @@ def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
     return (
         Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        Weight("mlp.linear_fc1.weight", gated, "gated", cut={0: "tp"}),
+        Weight("mlp.linear_fc1.weight", gated, GATED, cut={0: "tp"}),
         Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
     )
 

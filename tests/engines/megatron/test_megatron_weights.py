@@ -74,14 +74,12 @@ def test_rows_of_fused_projections_by_hand(one_rank, make_hf_model):
     folder has them."""
 
     def join_and_split(rank, world, folder):
-        from engines.megatron.weights import _join, _split
-
         spec = ModelSpec.from_folder(folder)
         mixer = DeltaMixer(DeltaNet(2, 2, 2, 3, 4), is_fused=True)
         (weight,) = (weight for weight in mixer(spec) if weight.name.endswith("in_proj.weight"))
         parts = [torch.arange(32.0)[:, None], 100 + torch.arange(8.0)[:, None]]
-        whole = _join(weight, parts, spec, 0)
-        return whole.flatten().tolist(), [part.tolist() for part in _split(weight, whole, spec)]
+        whole = weight.join.join(parts)
+        return whole.flatten().tolist(), [part.tolist() for part in weight.split(whole).values()]
 
     ((joined, (qkvz, ba)),) = one_rank.run(join_and_split, make_hf_model("qwen3_next", False))
     first = [*range(10), 102, 103, 100, 101, *range(10, 16)]  # query, key, values, a, b, gates of the output

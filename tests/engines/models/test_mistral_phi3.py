@@ -64,17 +64,15 @@ def test_what_transformers_would_make_up_for_mistral_must_be_said(make_hf_model,
 
 def test_fused_projections_are_regrouped_by_hand(make_hf_model):
     """Heads q0 to q3 read keys k0, k0, k1, k1: Megatron's rows are q0 q1 k0 v0, then q2 q3 k1 v1, of 32 each."""
-    from engines.megatron.weights import _join, _split
-
     model = ModelSpec.from_folder(make_hf_model("phi3", False))
     assert (model.heads, model.kv_heads, model.head_dim) == (4, 2, 32)
     weight = model.find_weight("decoder.layers.0.self_attention.linear_qkv.weight")
     ((name, shape),) = weight.tensors.items()
     assert (name, shape) == ("model.layers.0.self_attn.qkv_proj.weight", (256, 128))
     saved = torch.arange(256)[:, None].expand(shape)  # a row's number in the folder
-    joined = _join(weight, [saved], model, 256)
+    joined = weight.join.join([saved])
     heads = {"q0": 0, "q1": 32, "q2": 64, "q3": 96, "k0": 128, "k1": 160, "v0": 192, "v1": 224}
     by_hand = [heads[head] for head in ("q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1")]
     assert joined[::32, 0].tolist() == by_hand and joined[1::32, 0].tolist() == [row + 1 for row in by_hand]
-    (back,) = _split(weight, joined, model)
+    (back,) = weight.split(joined).values()
     assert torch.equal(back, saved)

@@ -53,8 +53,6 @@ def test_dense_layers_are_where_the_config_has_them(tmp_path):
 
 def test_fused_experts_are_turned_by_hand(tmp_path):
     """A row of a folder's tensor is an input; its columns are the outputs of the gate, and then of up."""
-    from engines.megatron.weights import _join, _split
-
     spec = ModelSpec.from_folder(make_vlm(tmp_path, "qwen3_vl_moe"))
     folder = SafetensorsFolder(spec.folder)
     folder.check(spec)
@@ -65,11 +63,11 @@ def test_fused_experts_are_turned_by_hand(tmp_path):
         weight = spec.find_weight(f"decoder.layers.2.mlp.experts.{name}")
         (tensor,) = weight.tensors
         saved = folder[tensor]
-        joined = _join(weight, [saved], spec, 0)
+        joined = weight.join.join([saved])
         assert joined.shape == shape and weight.cut_shape({"ep": 1, "etp": 1}) == shape
         assert all(joined[place] == saved[source] for place, source in places.items())
         assert torch.equal(folder.read_rows(tensor, 4, 4), saved[4:])
-        (exported,) = _split(weight, joined, spec)
+        (exported,) = weight.split(joined).values()
         assert torch.equal(exported, saved) and exported.is_contiguous()
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engines.models.joins import GATED, FusedExperts, StackedExperts
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Way, Weight
 from engines.validation import fits
@@ -47,15 +48,17 @@ class Mixture:
             gated = {f"{self.place}.experts.gate_up_proj": (count, hidden, 2 * ffn)}
             downs = {f"{self.place}.experts.{down}": (count, ffn, hidden)}
             return (
-                Weight("mlp.experts.weight1", gated, "fused_gated_experts", cut, module=modules[0]),
-                Weight("mlp.experts.weight2", downs, "fused_experts", cut, module=modules[1]),
+                Weight(
+                    "mlp.experts.weight1", gated, FusedExperts(projections=2, transposed=True), cut, module=modules[0]
+                ),
+                Weight("mlp.experts.weight2", downs, FusedExperts(transposed=True), cut, module=modules[1]),
             )
         places = [f"{self.place}.experts.{number}" for number in range(count)]
         gated = {f"{place}.{name}.weight": (ffn, hidden) for place in places for name in halves}
         downs = {f"{place}.{down}.weight": (hidden, ffn) for place in places}
         return (
-            Weight("mlp.experts.weight1", gated, "gated_experts", cut, module=modules[0]),
-            Weight("mlp.experts.weight2", downs, "experts", cut, module=modules[1]),
+            Weight("mlp.experts.weight1", gated, StackedExperts(projections=2), cut, module=modules[0]),
+            Weight("mlp.experts.weight2", downs, StackedExperts(), cut, module=modules[1]),
         )
 
     def _state_shared(self, hidden: int) -> tuple[Weight, ...]:
@@ -64,7 +67,7 @@ class Mixture:
         gate = (Weight("mlp.shared.gate_weight", {f"{place}_gate.weight": (1, hidden)}),)
         return (
             *(gate if self.experts.gates_shared else ()),
-            Weight("mlp.shared.mlp.linear_fc1.weight", gated, "gated", {0: "tp"}),
+            Weight("mlp.shared.mlp.linear_fc1.weight", gated, GATED, {0: "tp"}),
             Weight("mlp.shared.mlp.linear_fc2.weight", {f"{place}.{down}.weight": (hidden, width)}, cut={1: "tp"}),
         )
 

@@ -4,9 +4,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+from engines.models.families._pieces import group_queries
 from engines.models.families.text.llama import FAMILY as LLAMA
 from engines.models.families.text.mistral import SWITCHES
 from engines.models.families.text.mistral import read_layers as read_alike
+from engines.models.joins import GATED
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 
@@ -18,7 +20,7 @@ def attention(model: DecoderSizes) -> tuple[Weight, ...]:
     return (
         Weight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
         Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut={1: "tp"}),
-        Weight("self_attention.linear_qkv.weight", qkv, "qkv", cut={0: "tp"}),
+        Weight("self_attention.linear_qkv.weight", qkv, group_queries(model), cut={0: "tp"}),
     )
 
 
@@ -27,7 +29,7 @@ def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     hidden, ffn = model.hidden, model.ffn
     return (
         Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        Weight("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * ffn, hidden)}, "gated", cut={0: "tp"}),
+        Weight("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * ffn, hidden)}, GATED, cut={0: "tp"}),
         Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
     )
 

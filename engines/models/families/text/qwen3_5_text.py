@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.models.families._pieces import attention, embedding, final_norm, mlp, qk_norm
+from engines.models.families._pieces import attention, embedding, final_norm, group_queries, mlp, qk_norm
 from engines.models.family import Family
 from engines.models.hf_config import NEEDED, PARTIAL_ROTARY, read_partial_rope
+from engines.models.joins import GatedQueries, Grouped
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 from engines.validation import fits
@@ -23,7 +24,11 @@ def gated_attention(model: DecoderSizes) -> tuple[Weight, ...]:
     """State attention of which each head's query has a gate of the output beside it, and the norm before it."""
     norm, output, qkv = attention(model)
     (query, (rows, hidden)), *others = qkv.tensors.items()
-    return norm, output, replace(qkv, tensors={query: (2 * rows, hidden), **dict(others)}, join="gated_qkv")
+    by_groups = group_queries(model)
+    # A head of a folder's query has two runs of rows: the query, and its gate.
+    runs = (2 * rows, *by_groups.runs[1:])
+    join = GatedQueries(groups=by_groups.groups, runs=runs, head_dim=model.head_dim)
+    return norm, output, replace(qkv, tensors={query: (2 * rows, hidden), **dict(others)}, join=join)
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,11 @@ class DeltaMixer:
         conv = {"linear_attn.conv1d.weight": (mixed, 1, net.taps)}
         return (
             Weight("input_layernorm.weight", {"input_layernorm.weight": (model.hidden,)}),
-            Weight("self_attention.conv", conv, "grouped", {0: "tp"}, groups=groups, runs=(keys, keys, values)),
+            Weight("self_attention.conv", conv, Grouped(groups=groups, runs=(keys, keys, values)), {0: "tp"}),
             Weight("self_attention.a_log", {"linear_attn.A_log": (heads,)}, cut={0: "tp"}),
             Weight("self_attention.dt_bias", {"linear_attn.dt_bias": (heads,)}, cut={0: "tp"}),
             Weight("self_attention.out_norm", {"linear_attn.norm.weight": (net.value_dim,)}),
-            Weight(name, columns, "grouped", {0: "tp"}, groups=groups, runs=runs, order=order),
+            Weight(name, columns, Grouped(groups=groups, runs=runs, order=order), {0: "tp"}),
             Weight(
                 "self_attention.out_proj.weight", {"linear_attn.out_proj.weight": (model.hidden, values)}, cut={1: "tp"}
             ),
