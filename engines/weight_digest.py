@@ -4,7 +4,8 @@ The digest of a matrix is ``sum_ij a_i * bits_ij * b_j`` modulo 2^64, with fixed
 Digests of parts of a matrix, which may lie on several devices and come in any order, add up to the digest of the whole.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,10 +42,17 @@ class DigestPlan:
         """Yield the weights unchanged, and put name -> digest of each into ``digests``."""
         dtype = getattr(torch, self.dtype)
         for name, tensor in weights:
-            matrix = tensor.detach().reshape(tensor.shape[0], -1)
+            matrix = tensor.detach().reshape(find_matrix_shape(tensor.shape))
             columns = self.choose(matrix.shape[1])
             digests[name] = sum_rows(sum_columns(matrix, columns, columns, dtype), 0)
             yield name, tensor
+
+
+def find_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Find the rows and columns of the matrix as which a tensor is digested: a stack of matrices, ``[n, r, c]``, one
+    below another; of others each entry of the first axis is a row."""
+    rows = shape[:2] if len(shape) == 3 else shape[:1]
+    return math.prod(rows), math.prod(shape[len(rows) :])
 
 
 def checksum(tensor: Tensor) -> int:

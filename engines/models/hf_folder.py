@@ -128,6 +128,17 @@ class SafetensorsFolder:
         return True
 
 
+def list_tensor_names(folder: str) -> frozenset[str]:
+    """List the names of a folder's tensors; none of a folder without weights, from which a plan is made.
+
+    Raises:
+        ValueError: as ``SafetensorsFolder``.
+    """
+    if not any(Path(folder).glob("*.safetensors")):
+        return frozenset()
+    return frozenset(SafetensorsFolder(folder)._file_of)
+
+
 def _find_weight_files(folder: Path) -> list[Path]:
     """Find the safetensors files of a folder; with an index it must name all of them."""
     files = sorted(folder.glob("*.safetensors"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engines.models.families import find_family
 from engines.models.family import Family
 from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, refuse_unsupported
+from engines.models.hf_folder import list_tensor_names
 from engines.models.hub import find_here
 from engines.models.joins import Vocabulary
 from engines.models.layer import DecoderSizes, LayerKind
@@ -205,7 +206,31 @@ class ModelSpec(DecoderSizes):
             parameters += _make_value_head(self) if self.head == "value" else _make_language_head(self)
         if self.vision:
             parameters += self.vision.weights()
-        return {weight.name: weight for weight in parameters}
+        return {weight.name: weight for weight in self._choose_forms(parameters)}
+
+    def _choose_forms(self, weights: Sequence[Weight]) -> list[Weight]:
+        """Choose the form in which the folder has each weight; the first where it has none.
+
+        Raises:
+            ValueError: it has weights in several forms.
+        """
+        with_forms = [weight for weight in weights if weight.other_forms]
+        if not with_forms:
+            return list(weights)
+        names = list_tensor_names(self.folder)
+        example_of_form: dict[int, str] = {}
+        for weight in with_forms:
+            for number, form in enumerate((weight, *weight.other_forms)):
+                if there := names.intersection(form.tensors):
+                    example_of_form.setdefault(number, min(there))
+        if len(example_of_form) > 1:
+            examples = " and ".join(sorted(example_of_form.values()))
+            raise ValueError(
+                f"model: {self.folder!r} has weights in several forms, such as {examples}, expected one form of all; "
+                "save the model again, or copy it again"
+            )
+        chosen = min(example_of_form, default=0)
+        return [(weight, *weight.other_forms)[chosen] if weight.other_forms else weight for weight in weights]
 
     @cached_property
     def buffers(self) -> frozenset[str]:

@@ -34,6 +34,7 @@ class Weight:
         cut: axis of Megatron's tensor -> the way in which it is cut; empty where every rank has all of it.
         module: name of the one tensor of transformers' module that has all of ``tensors``, where it is not as in a
             folder; empty where it is.
+        other_forms: the same parameter by other tensors, as some folders have it.
         is_head: it is of a critic's head, which learns where its part is frozen too.
         is_buffer: no gradient reaches it, no optimizer has it, and it is in fp32 at every dtype of the model.
     """
@@ -44,6 +45,7 @@ class Weight:
     cut: dict[int, Way] = field(default_factory=dict)
     part: Part = "language"
     module: str = ""
+    other_forms: tuple[Weight, ...] = ()
     is_head: bool = False
     is_buffer: bool = False
 
@@ -51,7 +53,8 @@ class Weight:
         """Name the same parameter from further out, on both sides."""
         tensors = {hf_place + name: shape for name, shape in self.tensors.items()}
         module = self.module and hf_place + self.module
-        return replace(self, name=place + self.name, tensors=tensors, module=module)
+        others = tuple(form.within(place, hf_place) for form in self.other_forms)
+        return replace(self, name=place + self.name, tensors=tensors, module=module, other_forms=others)
 
     def cut_shape(self, sizes: Mapping[Way, int]) -> tuple[int, ...]:
         """Compute the shape that Megatron gives it on each rank, of as many ranks as ``sizes`` has for each way."""

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from engines.weight_digest import DigestPlan, sum_columns, sum_rows
+from engines.weight_digest import DigestPlan, find_matrix_shape, sum_columns, sum_rows
 from hardware.vllm_versions import CPU_EXPERTS
 
 _UNIT_VECTORS = 64
@@ -41,7 +41,7 @@ _TORN = -1
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor, seen as a matrix whose rows are those of the tensor's first dimension."""
+    """A block of a tensor, which is seen as the matrix as which it is digested."""
 
     row: int
     column: int
@@ -59,6 +59,7 @@ class _Load:
 
     Attributes:
         parameter: name of the module's. shape: that it has while it is loaded.
+        is_transposed: rows of the source become columns of the target.
     """
 
     name: str
@@ -68,6 +69,7 @@ class _Load:
     parameter: str
     shape: torch.Size
     target: Block
+    is_transposed: bool
 
 
 class ReadBack:
@@ -82,7 +84,12 @@ class ReadBack:
         self._model, self._tied, self._dtype = model, tied, getattr(torch, dtype)
         self._loads: dict[tuple, list[_Load]] = defaultdict(list)
         """Loads into one parameter with the same columns, which are read together."""
+        self._transposed: dict[tuple[nn.Module, str, torch.Size], list[_Load]] = defaultdict(list)
+        """Transposed loads into one parameter."""
         for load in _trace_loads(model, shapes, self._dtype):
+            if load.is_transposed:
+                self._transposed[load.module, load.parameter, load.shape].append(load)
+                continue
             source, target = load.source, load.target
             key = load.module, load.parameter, load.shape, load.width, source.column, target.column, source.columns
             self._loads[key].append(load)
@@ -97,20 +104,40 @@ class ReadBack:
                 for load in loads:
                     rows = sums[load.target.row : load.target.row + load.target.rows]
                     readings.append((load.name, load.source, sum_rows(rows, load.source.row)))
+        for (module, parameter, shape), loads in self._transposed.items():
+            readings += self._digest_transposed(plan, _read_matrices(module, parameter, shape), loads)
         return readings
+
+    def _digest_transposed(
+        self, plan: DigestPlan, matrices: Iterable[tuple[int, Tensor]], loads: Sequence[_Load]
+    ) -> Iterator[Reading]:
+        """Digest blocks that lie transposed in a parameter.
+
+        Args:
+            matrices: the parameter, as matrices one below another: the first row of each, and the matrix.
+        """
+        for first, matrix in matrices:
+            for load in loads:
+                source, target = load.source, load.target
+                if not first <= target.row < first + len(matrix):
+                    continue
+                rows = slice(target.row - first, target.row - first + target.rows)
+                block = matrix[rows, target.column : target.column + target.columns].t()
+                columns = plan.choose(load.width)
+                columns = columns[(columns >= source.column) & (columns < source.column + source.columns)]
+                sums = sum_columns(block, columns - source.column, columns, self._dtype)
+                yield load.name, source, sum_rows(sums, source.row)
 
     def _sum_copies(
         self, module: nn.Module, name: str, shape: torch.Size, places: np.ndarray, columns: np.ndarray
     ) -> Iterator[Tensor]:
         """Sum columns of a parameter as ``sum_columns`` does, of itself and of every packed copy: ``[rows]`` each."""
         kept = getattr(module, name)
-        if isa := _find_packing(module, shape):
-            order, flat = _trace_packing(kept[:1], isa), (int(shape[1]), int(shape[2]))
-            parts = (_unpack_expert(expert, order, flat) for expert in kept.detach())
-            yield torch.cat([sum_columns(part, places, columns, self._dtype) for part in parts])
+        if kept.shape == shape or _find_packing(module, shape):
+            parts = _read_matrices(module, name, shape)
+            yield torch.cat([sum_columns(part, places, columns, self._dtype) for _, part in parts])
+        if len(shape) == 3:  # a stack of experts has no further copy
             return
-        if kept.shape == shape:
-            yield sum_columns(kept.detach().reshape(shape[0], -1), places, columns, self._dtype)
         for user in self._list_users(module) if name == "weight" else ():
             sums = torch.zeros(shape[0], dtype=torch.int64)
             for start in range(0, len(places), _UNIT_VECTORS):
@@ -174,12 +201,25 @@ def _trace_loads(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
         if name is None or place is None:
             continue
         module, parameter, whole = place
-        # A stack of experts, [experts, rows, columns], is read as one below another.
-        is_packed = bool(_find_packing(module, whole.shape))
-        shape = (whole.shape[0] * whole.shape[1], whole.shape[2]) if is_packed else whole.shape
-        taken, given = _find_block(source, sent[name].shape), _find_block(target, shape)
-        if taken and given:
-            yield _Load(name, prod(sent[name].shape[1:]), taken, module, parameter, whole.shape, given)
+        taken, given = _find_block(source, sent[name].shape), _find_block(target, whole.shape)
+        if taken is None or given is None:
+            continue
+        _, width = find_matrix_shape(sent[name].shape)
+        is_transposed = _is_transposed(source, sent[name].shape) != _is_transposed(target, whole.shape)
+        yield _Load(name, width, taken, module, parameter, whole.shape, given, is_transposed)
+
+
+def _read_matrices(module: nn.Module, name: str, shape: torch.Size) -> Iterator[tuple[int, Tensor]]:
+    """Read a parameter as matrices one below another: the first row of each, and the matrix. Each expert of a stack
+    that is packed is unpacked as a matrix of its own."""
+    kept = getattr(module, name).detach()
+    if isa := _find_packing(module, shape):
+        _, rows, columns = shape
+        order = _trace_packing(kept[:1], isa)
+        for number, expert in enumerate(kept):
+            yield number * rows, _unpack_expert(expert, order, (rows, columns))
+    else:
+        yield 0, kept.reshape(find_matrix_shape(shape))
 
 
 def _find_packing(module: nn.Module, shape: torch.Size) -> str:
@@ -223,13 +263,28 @@ def _find_storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _is_transposed(view: Tensor, shape: Sequence[int]) -> bool:
+    """Tell whether a view of a contiguous tensor of some shape reads its matrix transposed."""
+    _, width = find_matrix_shape(shape)
+    return view.dim() == 2 and width > 1 and view.stride() == (1, width) and view.shape != (1, 1)
+
+
 def _find_block(view: Tensor, shape: Sequence[int]) -> Block | None:
-    """Find the block that a view is of a contiguous tensor of some shape; None where it is none."""
-    strides = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
-    if view.stride() != strides or view.shape[2:] != shape[2:] or (view.dim() > 2 and view.shape[1] != shape[1]):
-        return None
-    row, column = divmod(int(view.storage_offset()), strides[0])
-    return Block(row, column, view.shape[0], prod(view.shape[1:]))
+    """Find the block of a tensor's matrix that a view is; None where it is none.
+
+    Args:
+        shape: of the tensor, which is contiguous.
+    """
+    _, width = find_matrix_shape(shape)
+    row, column = divmod(int(view.storage_offset()), width)
+    if _is_transposed(view, shape):
+        return Block(row, column, rows=view.shape[1], columns=view.shape[0])
+    if view.dim() == 2:
+        is_block = view.stride() == (width, 1)
+        return Block(row, column, *view.shape) if is_block else None
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    is_whole = view.stride() == strides and view.shape[1:] == tuple(shape[1:])
+    return Block(row, column, *find_matrix_shape(view.shape)) if is_whole else None
 
 
 def merge_readings(parts: Iterable[Sequence[Reading]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int | None]:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from engines.models.joins import GATED, FusedExperts, StackedExperts
+from engines.models.joins import GATED, FusedExperts, Shape, StackedExperts
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Way, Weight
 from engines.validation import fits
@@ -11,6 +12,11 @@ from hardware.megatron.form import Experts
 
 NEEDED_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
 """Keys that a config of Qwen's mixtures must have, beside the number of experts, which goes by two names."""
+_CUT_OF_EXPERTS: dict[int, Way] = {0: "ep", 2: "etp"}
+ExpertForm = Literal["each", "fused", "transposed"]
+"""Form in which a folder has experts: a tensor of each expert and projection; one tensor of all gates and up
+projections, ``[experts, 2 f, h]``, and one of all down projections, ``[experts, h, f]``; both with matrices
+transposed."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +25,14 @@ class Mixture:
 
     Attributes:
         place: where a folder has them in a layer. names: a folder's names of gate, up and down projection.
-        is_fused: a folder has one tensor of all experts' gates and up projections and one of their down projections,
-            both transposed; else a tensor of each expert and projection.
+        forms: forms in which folders have the experts, that of a folder without weights first.
         shared_place: where a folder has the shared expert in a layer.
     """
 
     experts: Experts
     place: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    is_fused: bool = False
+    forms: tuple[ExpertForm, ...] = ("each",)
     shared_place: str = "mlp.shared_expert"
 
     def __call__(self, model: DecoderSizes) -> tuple[Weight, ...]:
@@ -42,23 +47,31 @@ class Mixture:
         return router + self._state_experts(hidden) + (self._state_shared(hidden) if self.experts.shared else ())
 
     def _state_experts(self, hidden: int) -> tuple[Weight, ...]:
+        stated = [self._state_form(form, hidden) for form in self.forms]
+        return tuple(replace(first, other_forms=tuple(others)) for first, *others in zip(*stated))
+
+    def _state_form(self, form: ExpertForm, hidden: int) -> tuple[Weight, Weight]:
+        """State the experts' gates and up projections, and their down projections, as folders of a form have them."""
         count, ffn, (*halves, down) = self.experts.count, self.experts.ffn, self.names
-        cut, modules = dict[int, Way]({0: "ep", 2: "etp"}), ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-        if self.is_fused:
-            gated = {f"{self.place}.experts.gate_up_proj": (count, hidden, 2 * ffn)}
-            downs = {f"{self.place}.experts.{down}": (count, ffn, hidden)}
-            return (
-                Weight(
-                    "mlp.experts.weight1", gated, FusedExperts(projections=2, transposed=True), cut, module=modules[0]
-                ),
-                Weight("mlp.experts.weight2", downs, FusedExperts(transposed=True), cut, module=modules[1]),
-            )
-        places = [f"{self.place}.experts.{number}" for number in range(count)]
-        gated = {f"{place}.{name}.weight": (ffn, hidden) for place in places for name in halves}
-        downs = {f"{place}.{down}.weight": (hidden, ffn) for place in places}
+        gated: dict[str, Shape]
+        downs: dict[str, Shape]
+        if form == "each":
+            places = [f"{self.place}.experts.{number}" for number in range(count)]
+            gated = {f"{place}.{name}.weight": (ffn, hidden) for place in places for name in halves}
+            downs = {f"{place}.{down}.weight": (hidden, ffn) for place in places}
+            joins = StackedExperts(projections=2), StackedExperts()
+        else:
+            is_transposed = form == "transposed"
+            sides = {"gate_up_proj": (2 * ffn, hidden), down: (hidden, ffn)}
+            fused = {
+                f"{self.place}.experts.{name}": (count, *(reversed(side) if is_transposed else side))
+                for name, side in sides.items()
+            }
+            gated, downs = ({name: shape} for name, shape in fused.items())
+            joins = FusedExperts(projections=2, transposed=is_transposed), FusedExperts(transposed=is_transposed)
         return (
-            Weight("mlp.experts.weight1", gated, StackedExperts(projections=2), cut, module=modules[0]),
-            Weight("mlp.experts.weight2", downs, StackedExperts(), cut, module=modules[1]),
+            Weight("mlp.experts.weight1", gated, joins[0], _CUT_OF_EXPERTS, module="mlp.experts.gate_up_proj"),
+            Weight("mlp.experts.weight2", downs, joins[1], _CUT_OF_EXPERTS, module="mlp.experts.down_proj"),
         )
 
     def _state_shared(self, hidden: int) -> tuple[Weight, ...]:

@@ -24,18 +24,20 @@ def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:
 
 _PACKAGE = "transformers.models.qwen3_5"
 
+TOWER = replace(
+    QWEN3_VL_TOWER,
+    projector=("merger.",),
+    module=f"{_PACKAGE}.modeling_qwen3_5:Qwen3_5VisionModel",
+    config=f"{_PACKAGE}.configuration_qwen3_5:Qwen3_5VisionConfig",
+    needed=(*TOWER_KEYS, "num_position_embeddings"),
+    read=read_vision,
+)
+
 FAMILY = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5",
     architecture="Qwen3_5ForConditionalGeneration",
     prefix="model.language_model.",
     extract_language=extract_text,
-    tower=replace(
-        QWEN3_VL_TOWER,
-        projector=("merger.",),
-        module=f"{_PACKAGE}.modeling_qwen3_5:Qwen3_5VisionModel",
-        config=f"{_PACKAGE}.configuration_qwen3_5:Qwen3_5VisionConfig",
-        needed=(*TOWER_KEYS, "num_position_embeddings"),
-        read=read_vision,
-    ),
+    tower=TOWER,
 )

@@ -25,7 +25,8 @@ def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, 
             f"model: {path} has moe_intermediate_size {experts.ffn}, expected neither hidden_size {hidden} nor half of "
             "it: transformers tells by the shape whether experts are transposed"
         )
-    return place_experts(config, path, read_dense_layers(config, path, layer), Mixture(experts, is_fused=True))
+    mixture = Mixture(experts, forms=("transposed",))
+    return place_experts(config, path, read_dense_layers(config, path, layer), mixture)
 
 
 _PACKAGE = "transformers.models.qwen3_vl_moe"
