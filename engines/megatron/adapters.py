@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file
 from torch import Tensor
 
 from engines.batch.shard import Outputs, Shard
-from engines.config import MegatronConfig
 from engines.interfaces import OffloadPart
+from engines.megatron.extensions import Extension, Stage
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
 from engines.models.adapter_folder import WEIGHTS, save_adapter_folder
 from engines.models.adapters import ExpertAdapter, draw_start, name_in_peft
 from engines.models.hf_folder import SafetensorsFolder
-from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
 from hardware.megatron.adapters import GroupedAdapter, LinearAdapter, keep_less
 
@@ -26,20 +24,22 @@ _LOOKED_AT = 4
 """Number of weights whose digests are compared with those of the model's folder after a sync."""
 
 
-class Adapters:
+class Adapters(Extension):
     """The adapters of this rank's linear layers. A is drawn at random and B is zero, so that they begin as nothing; or
     both are read from a folder.
 
     Attributes:
-        tensors: A and B of this rank by Megatron's names. learned: they and a critic's head, each with how it is cut.
+        tensors: A and B of this rank by Megatron's names. learned: they and a critic's head.
 
     Args:
-        module: this rank's part of the model, to whose layers the adapters are added.
-        config: settings of the engine, with a ``lora.rank`` above 0.
+        stage: this rank's part of the model, to whose layers the adapters are added; its settings have a ``lora.rank``
+            above 0.
     """
 
-    def __init__(self, module: GPTModel, model: ModelSpec, config: MegatronConfig):
-        self.model = model
+    freezes_head = True
+
+    def __init__(self, stage: Stage):
+        module, model, config = stage.module, stage.model, stage.config
         stated = config.lora.list_adapters(model)
         self._weights = {weight.name: weight for adapter in stated for weight in (adapter.a, adapter.b)}
         self._targets = {name for adapter in stated for name in adapter.tensors}
@@ -88,10 +88,10 @@ class Adapters:
             whole = [values.get(part, torch.zeros(shape)) for part, shape in weight.tensors.items()]
             tensor.copy_(cut_share(weight, whole))
 
-    def merge(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a weight with its adapters merged into it."""
+    def merge(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's part of a weight with its adapters merged into it; None where it has none."""
         adapter = self._of_weight.get(parameter)
-        return adapter.merge(parameter) if adapter else parameter.data
+        return adapter.merge(parameter) if adapter else None
 
     def export(self, value_of=lambda parameter: parameter.data) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(PEFT's name, full tensor)`` of every adapter, on every rank of the model-parallel group. Collective.
@@ -120,13 +120,15 @@ def save_adapters(engine: Any, folder: str) -> list[str]:
     Returns:
         the names of the files that this rank wrote.
     """
-    found = engine.adapters.export()
+    found = engine.extensions["adapters"].export()
     if engine.dp_rank or not engine.is_leader:
         for _ in found:  # a collective
             pass
         return []
     settings, has_others = engine.config.lora.peft_settings, engine.model.vision is not None
-    return save_adapter_folder(found, settings, engine.model.folder, folder, has_others, engine.adapters.parameters)
+    return save_adapter_folder(
+        found, settings, engine.model.folder, folder, has_others, engine.extensions["adapters"].parameters
+    )
 
 
 @torch.no_grad()
@@ -139,7 +141,7 @@ def list_frozen(engine: Any, plan: DigestPlan, sent: Mapping[str, int]) -> list[
     Args:
         plan: the plan of the digests, with another seed at each sync. sent: name of a tensor -> digest.
     """
-    values = dict(engine.adapters.export())  # collective
+    values = dict(engine.extensions["adapters"].export())  # collective
     if engine.dp_rank or not engine.is_leader:
         return []
     folder, dtype, found = SafetensorsFolder(engine.model.folder), getattr(torch, engine.config.dtype), []
@@ -169,7 +171,7 @@ class BaseView:
 
     def forward(self, shard: Shard, raw: bool = False, every: bool = False) -> Outputs | None:
         """Compute outputs as the engine does, without adapters."""
-        with self._engine.adapters.switched_off():
+        with self._engine.extensions["adapters"].switched_off():
             return self._engine.forward(shard, raw, every)
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:

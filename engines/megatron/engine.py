@@ -15,8 +15,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -25,6 +23,7 @@ from engines.batch.shard import Outputs, Shard, TokenOutputs, ValueOutputs, chan
 from engines.config import MegatronConfig
 from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
+from engines.megatron.extensions import Extensions, ForwardPass, Stage
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
 from engines.megatron.memory.offload import OffloadedWeights, OffloadManager
@@ -35,6 +34,9 @@ from engines.megatron.weights import export_weights
 from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
 from hardware.platform import Platform
+
+_PAD_ID = 0
+"""Any id pads: nothing sees it."""
 
 
 class MegatronEngine:
@@ -61,7 +63,7 @@ class MegatronEngine:
         base: "MegatronEngine | None" = None,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
-        self.temperature, self.banned, self.pad_id = temperature, model.banned_tokens, 0  # any id pads: nothing sees it
+        self.temperature, self.banned = temperature, model.banned_tokens
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.is_leader = (
             mpu.get_tensor_model_parallel_rank() == 0
@@ -71,24 +73,9 @@ class MegatronEngine:
         self.transformer = build_transformer_config(model, config)
         self.rotary = Rotary(model, device)
         self.decoder = module = build_model(model, self.transformer, platform, device, base and base.decoder)
-        self.stage_layers = get_transformer_layer_offset(self.transformer), get_num_layers_to_build(self.transformer)
-        self.routers = None
-        if model.experts:
-            from hardware.megatron.experts import Routers
-
-            self.routers = Routers(module, self.transformer, device)
-        self.adapters = self._learned = None
-        if config.lora.rank:
-            from engines.megatron.adapters import Adapters
-
-            self.adapters = Adapters(module, model, config)
-            self._learned = self.adapters.learned
+        stage = Stage(model=model, config=config, module=module, transformer=self.transformer, device=device)
+        self.extensions = Extensions.build(stage)
         choose_learning(module, model, config, trainable)
-        self.vision = None
-        if model.vision and module.pre_process:
-            from engines.megatron.vision.embedding import Vision
-
-            self.vision = Vision(model, module, device, config.image_memory_mb * 2**20)
         # fp32 gradients, because a bf16 sum over micro-batches loses small terms.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         wrapped = DistributedDataParallel(self.transformer, ddp, module) if trainable else FrozenModel(module)
@@ -130,11 +117,10 @@ class MegatronEngine:
             self.schedule.step(increment=1)
             with record_function("optimizer_step"):
                 _, grad_norm, _ = cast(tuple, self.optimizer.step())
-            if self.routers and self.config.router_bias_rate:
-                self.routers.move_biases(self.config.router_bias_rate)
+            self.extensions.finish_step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        routing = self.routers.measure() if self.routers else {}
-        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, routing)
+        measured = self.extensions.measure()
+        return StepResult(_reduce(metrics), self._collect_outputs(shard, parts), float(grad_norm), lr, measured)
 
     def _collect_outputs(self, shard: Shard, parts: list[Outputs]) -> Outputs | None:
         """Join the outputs of the real micro-batches to ``[N]``; dummy micro-batches come last and are left out.
@@ -165,8 +151,7 @@ class MegatronEngine:
             return scaled, torch.tensor(0 if is_dummy else layout.num_valid, dtype=torch.int), metrics
 
         self.module.train()
-        if self.routers:
-            self.routers.start_step(step_tokens / self._sum_over_replicas(shard.count_computed()))
+        self.extensions.start_step(shard, step_tokens)
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self.run(shard, loss_of, forward_only=False), parts
@@ -220,29 +205,27 @@ class MegatronEngine:
 
     @record_function("forward_micro_batch")
     def forward_micro_batch(self, module, micro: TrainBatch, layout: Layout, is_dummy: bool = False) -> Tensor:
-        """Run this stage on a micro-batch ``[N]``: hidden states ``[s / tp, b, h]``, for the next stage or the head.
-
-        Tokens of a dummy reach no expert: they would be counted, and keep experts busy for nothing.
-        """
+        """Run this stage on a micro-batch ``[N]``: hidden states ``[s / tp, b, h]``, for the next stage or the head."""
         rotary = self.rotary(layout.pack(micro.positions), self.transformer.params_dtype)
         spec = layout.build_mask_spec(self.model.rules, micro.image_block)
-        inputs = self.platform.build_attention_inputs(spec, rotary, self.config.attention_override)
-        ids, embedded = layout.pack(micro.inputs, fill=self.pad_id), None
-        if self.vision:
-            embedded, inputs = self.vision.embed(ids, micro, layout, inputs)
-        further = {}
-        if self.routers:
-            part = mpu.get_tensor_model_parallel_rank() if self.transformer.sequence_parallel else 0
-            slots = layout.list_filled(part, self.config.tp)
-            slots = slots[:0] if is_dummy else slots
-            if micro.routes is not None:
-                first, count = self.stage_layers
-                own = micro.routes[:, first : first + count]
-                packed = layout.pack(own).transpose(0, 1).chunk(self.config.tp)[part]  # [s / tp, b, layers, k]
-                slots = self.routers.join_routes(slots, packed.flatten(0, 1).index_select(0, slots))
-            further["padding_mask"] = slots
+        forward = ForwardPass(
+            micro=micro,
+            layout=layout,
+            is_dummy=is_dummy,
+            ids=layout.pack(micro.inputs, fill=_PAD_ID),
+            inputs=self.platform.build_attention_inputs(spec, rotary, self.config.attention_override),
+        )
+        forward = self.extensions.prepare(forward)
+        inputs = forward.inputs
         with self.platform.wrap_forward(inputs):
-            return module(ids, None, inputs.attention_mask, embedded, packed_seq_params=inputs, **further)
+            return module(
+                forward.ids,
+                None,
+                inputs.attention_mask,
+                forward.embedded,
+                packed_seq_params=inputs,
+                **forward.keywords,
+            )
 
     @record_function("outputs")
     def outputs(self, hidden: Tensor, micro: TrainBatch, layout: Layout) -> Outputs:
@@ -268,7 +251,7 @@ class MegatronEngine:
             support=support,
             top_ids=top_ids,
             banned=self.banned,
-            at_once=kernels.frozen_logits if self.adapters else kernels.head_logits,
+            at_once=kernels.frozen_logits if self.extensions.freeze_head else kernels.head_logits,
             group=mpu.get_tensor_model_parallel_group(),
         )
         # Each by itself: the gradient of one that a loss leaves out is then known to be none without looking at it.
@@ -311,15 +294,14 @@ class MegatronEngine:
         # Of a stage's ranks the first replica has the first tp, and the same experts are ep x etp apart.
         if not everywhere and mpu.get_expert_data_parallel_rank() * self.config.ep * self.config.etp >= self.config.tp:
             return
-        value_of = self.adapters.merge if self.adapters else lambda parameter: parameter.data
-        for name, tensor in export_weights(self.decoder, self.model, value_of, only_helps):
+        for name, tensor in export_weights(self.decoder, self.model, self.extensions.merge, only_helps):
             if self.is_leader or everywhere:
                 yield name, tensor
 
     def save(self, folder: str) -> list[str]:
         """Save a checkpoint into an empty folder; returns the names of the files that this rank wrote."""
         self.offload_manager.require("save", "weights", "optimizer")
-        return save_checkpoint(folder, self.module, self.optimizer, self.schedule, self._learned)
+        return save_checkpoint(folder, self.module, self.optimizer, self.schedule, self.extensions.learned)
 
     def load(self, folder: str) -> None:
         """Load a checkpoint, at the same or other parallel sizes.
@@ -328,7 +310,7 @@ class MegatronEngine:
             ValueError: the folder holds none.
         """
         self.offload_manager.require("load", "weights", "optimizer")
-        load_checkpoint(folder, self.module, self.optimizer, self.schedule, self._learned)
+        load_checkpoint(folder, self.module, self.optimizer, self.schedule, self.extensions.learned)
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:
         """Move parts to the host's memory. Not collective."""

@@ -145,14 +145,14 @@ def probe_tower(engine: MegatronEngine, images: list[Image], others: list[Image]
     Args:
         others: for each image another image of its size.
     """
-    if engine.vision is None:
+    if "vision" not in engine.extensions:
         return 0
-    merge, count = engine.vision.spec.merge, 0
-    before, stops = engine.vision.see(images), np.cumsum([image.tokens(merge) for image in images])
+    merge, count = engine.extensions["vision"].spec.merge, 0
+    before, stops = engine.extensions["vision"].see(images), np.cumsum([image.tokens(merge) for image in images])
     for number, stop in enumerate(stops):
         neighbours = [image if place == number else others[place] for place, image in enumerate(images)]
         tokens = slice(stop - images[number].tokens(merge), stop)
-        count += not torch.equal(before[tokens], engine.vision.see(neighbours)[tokens])
+        count += not torch.equal(before[tokens], engine.extensions["vision"].see(neighbours)[tokens])
     return count
 
 
@@ -198,9 +198,9 @@ def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Tok
 @torch.no_grad()
 def compute_merged(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
     """Compute outputs as ``compute_outputs`` does, with adapters merged into the weights of an engine that has some."""
-    adapters = cast(Adapters, engine.adapters)
+    adapters = cast(Adapters, engine.extensions["adapters"])
     for parameter in engine.decoder.parameters():
-        parameter.copy_(adapters.merge(parameter))
+        parameter.copy_(engine.extensions.merge(parameter))
     with adapters.switched_off():
         outputs = compute_outputs(engine, kind, batch)
     restore_weights(engine)
@@ -274,13 +274,15 @@ def count_routed(engine: MegatronEngine, kind: str, batch: TrainBatch) -> tuple[
     those that chose experts."""
     with _settings(engine, layout=kind):
         computed = _plan(engine, batch, engine.dp_size).count_computed()
-    routers = engine.routers.layers if engine.routers else []
+    routers = engine.extensions["experts"].routers.layers if "experts" in engine.extensions else []
     return computed, (sum_load(routers).sum(dim=1) // routers[0].mixture.chosen).tolist() if routers else []
 
 
 def read_gradients(engine: MegatronEngine, names: Collection[str]) -> dict[str, Tensor]:
     """Return the named gradients in the buffers: HF name -> whole tensor, on the first replica's leader."""
-    gradients = gather_adapter_gradients(engine, names) if engine.adapters else gather_gradients(engine, names)
+    gradients = (
+        gather_adapter_gradients(engine, names) if "adapters" in engine.extensions else gather_gradients(engine, names)
+    )
     return gradients if engine.is_leader and engine.dp_rank == 0 else {}
 
 
@@ -299,7 +301,11 @@ def gather_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dic
 def gather_adapter_gradients(engine: MegatronEngine, names: Collection[str] = ()) -> dict[str, Tensor]:
     """Return gradients of adapters as ``gather_gradients`` does, by PEFT's names; empty without adapters."""
     _gather_buffers(engine)
-    exported = engine.adapters.export(lambda parameter: parameter.main_grad) if engine.adapters else ()
+    exported = (
+        engine.extensions["adapters"].export(lambda parameter: parameter.main_grad)
+        if "adapters" in engine.extensions
+        else ()
+    )
     return {name: gradient.clone().cpu() for name, gradient in exported if not names or name in names}
 
 
@@ -332,15 +338,15 @@ def step_weights(engine: MegatronEngine, rate: float) -> None:
 
 def step_biases(engine: MegatronEngine) -> None:
     """Move the biases of experts, which have no gradient, by the load in the last ``take_gradients``."""
-    if engine.routers:
-        engine.routers.move_biases(_BIAS_STEP)
+    if "experts" in engine.extensions:
+        engine.extensions["experts"].routers.move_biases(_BIAS_STEP)
 
 
 def restore_weights(engine: MegatronEngine) -> None:
     """Load the weights of the model's folder again, beside the adapters of the check."""
     load_weights(engine.decoder, engine.model)
-    if engine.adapters:
-        engine.adapters.fill(engine.config.lora.make_values(engine.model))
+    if "adapters" in engine.extensions:
+        engine.extensions["adapters"].fill(engine.config.lora.make_values(engine.model))
 
 
 # -- parts

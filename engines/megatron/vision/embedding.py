@@ -7,7 +7,7 @@ nothing about images.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import cast
 
@@ -23,10 +23,10 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images.plan import VisionPlan
 from engines.images.processor import ImageProcessor
+from engines.megatron.extensions import Extension, ForwardPass, Stage
 from engines.megatron.groups import get_cut_group
 from engines.megatron.layout import Layout
 from engines.megatron.vision.towers import TowerRunner
-from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
@@ -90,21 +90,34 @@ class _HandBack(torch.autograd.Function):
         return gradient, ctx.leaf.grad, None
 
 
-class Vision:
+class Vision(Extension):
     """The tower's side of the first pipeline stage: images in, features in the place of image tokens out.
 
+    Attributes:
+        budget: bytes that images may take at once while they are decoded.
+
     Args:
-        module: the decoder with its tower. budget: bytes that images may take at once while they are decoded.
+        stage: the decoder with its tower.
     """
 
-    def __init__(self, model: ModelSpec, module: GPTModel, device: torch.device, budget: int):
-        self.budget = budget
-        self.spec, self.module, self.device = model.require_vision(), module, device
+    def __init__(self, stage: Stage):
+        model, module = stage.model, stage.module
+        self.budget = stage.config.image_memory_mb * 2**20
+        self.spec, self.module, self.device = model.require_vision(), module, stage.device
         self.processor = ImageProcessor(model.folder, self.spec)
         self.tower = cast(torch.nn.Module, module.vision)
         self.runner: TowerRunner = resolve_name(self.spec.tower.runner)
-        self.learns = any(parameter.requires_grad for parameter in self.tower.parameters())
         self.has_experts = model.experts is not None
+
+    @cached_property
+    def learns(self) -> bool:
+        """Whether some of the tower has a gradient, as the settings say before the first pass."""
+        return any(parameter.requires_grad for parameter in self.tower.parameters())
+
+    def prepare(self, forward: ForwardPass) -> ForwardPass:
+        """Embed the ids, with features in the place of image tokens."""
+        embedded, inputs = self.embed(forward.ids, forward.micro, forward.layout, forward.inputs)
+        return replace(forward, embedded=embedded, inputs=inputs)
 
     def embed(
         self, ids: Tensor, micro: TrainBatch, layout: Layout, inputs: AttentionInputs

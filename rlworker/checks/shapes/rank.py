@@ -150,7 +150,11 @@ def list_held(engine: Any) -> dict[str, int]:
     """List the bytes of parameters, gradients and optimizer state on an engine's device, after a step or more."""
     buffers = [*engine.module.buffers, *engine.module.expert_parallel_buffers]
     frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
-    biases = [router.bias for router in (engine.routers.layers if engine.routers else ()) if router.bias is not None]
+    biases = [
+        router.bias
+        for router in (engine.extensions["experts"].routers.layers if "experts" in engine.extensions else ())
+        if router.bias is not None
+    ]
     parts = engine.optimizer.chained_optimizers
     masters = [shard for part in parts for group in part.shard_fp32_from_float16_groups for shard in group]
     states = [value for part in parts for state in part.optimizer.state.values() for value in state.values()]

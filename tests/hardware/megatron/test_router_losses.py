@@ -136,7 +136,7 @@ def compute_gradients(rank: int, world: int, address: str, folder: str, settings
     engine.backward(shard, make_no_loss, 7.0)  # it divides the loss alone
     return {
         "gradients": gather_gradients(engine),
-        "routing": engine.routers.measure(),
+        "routing": engine.extensions["experts"].routers.measure(),
         "schedule": schedule,
         "dummies": shard.num_dummies,
         "is_leader": engine.is_leader and engine.dp_rank == 0,

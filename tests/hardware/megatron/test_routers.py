@@ -37,7 +37,7 @@ def step(rank: int, world: int, address: str, folder: str, settings: dict, scale
     return {
         "gradients": gradients,
         "weights": weights,
-        "loads": [router.load.tolist() for router in engine.routers.layers],
+        "loads": [router.load.tolist() for router in engine.extensions["experts"].routers.layers],
     }
 
 

@@ -66,14 +66,14 @@ def run_adapter_case(
         "is_leader": engine.is_leader,
         "logits": logits,
         "gradients": gradients[0],
-        "adapters": {name: tensor.clone() for name, tensor in engine.adapters.export()},
+        "adapters": {name: tensor.clone() for name, tensor in engine.extensions["adapters"].export()},
         "merged": merged,
         "grad_norms": [result.grad_norm for result in results],
     }
 
 
 def fill(engine, seed: int = 5) -> None:
-    engine.adapters.fill(draw_adapters(list_shapes(engine.model, engine.config.lora), seed))
+    engine.extensions["adapters"].fill(draw_adapters(list_shapes(engine.model, engine.config.lora), seed))
 
 
 def run_view(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
@@ -105,7 +105,7 @@ def run_steps(rank: int, world: int, address: str, folder: str, settings: dict, 
         engine.save(target)
     return {
         "norms": norms,
-        "adapters": {name: tensor.clone() for name, tensor in engine.adapters.export()},
+        "adapters": {name: tensor.clone() for name, tensor in engine.extensions["adapters"].export()},
         "merged": {name: tensor.clone() for name, tensor in engine.export_weights()},
     }
 

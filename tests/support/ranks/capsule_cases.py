@@ -164,7 +164,7 @@ def _change_advantage(engine, place) -> list[Patch]:
 
 def _change_pixels(engine, place) -> list[Patch]:
     """Change a pixel of every image."""
-    if not engine.vision:
+    if "vision" not in engine.extensions:
         return []
 
     def wrap(make_patches):
@@ -175,7 +175,7 @@ def _change_pixels(engine, place) -> list[Patch]:
 
         return make_changed
 
-    return [(engine.vision.processor, "patches", wrap)]
+    return [(engine.extensions["vision"].processor, "patches", wrap)]
 
 
 def _change_temperature(engine, place) -> list[Patch]:

@@ -128,14 +128,14 @@ def run_vlm_case(
     budget, steps = settings.get("budget"), settings.get("steps", 0)
     own = {name: x for name, x in settings.items() if name not in ("budget", "steps")}
     engine = build_engine(rank, world, address, folder, own, platform)
-    if budget and engine.vision:
-        engine.vision.budget = budget
+    if budget and "vision" in engine.extensions:
+        engine.extensions["vision"].budget = budget
     from engines.probes.megatron import gather_gradients
 
     batch, decoded = make_vlm_batch(engine.model, paths, rows), []
-    if engine.vision:
-        patches = engine.vision.processor.patches
-        engine.vision.processor.patches = lambda images: (decoded.append(len(images)), patches(images))[1]
+    if "vision" in engine.extensions:
+        patches = engine.extensions["vision"].processor.patches
+        engine.extensions["vision"].processor.patches = lambda images: (decoded.append(len(images)), patches(images))[1]
     schedule, shard = plan(engine, batch)
     logits, outputs = gather_logits(engine, shard), engine.forward(shard)
     engine.backward(shard, probe_loss, float(batch.mask.sum()))

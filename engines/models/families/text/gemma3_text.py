@@ -7,6 +7,7 @@ from pathlib import Path
 from engines.models.families._pieces import attention, embedding, final_norm, qk_norm
 from engines.models.family import Family
 from engines.models.hf_config import NEEDED, check_rope
+from engines.models.joins import GATED
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 from hardware.attention.rules import Rule
@@ -42,7 +43,7 @@ def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
     gated = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
     return (
         Weight("pre_mlp_layernorm.weight", {"pre_feedforward_layernorm.weight": (hidden,)}),
-        Weight("mlp.linear_fc1.weight", gated, "gated", cut={0: "tp"}),
+        Weight("mlp.linear_fc1.weight", gated, GATED, cut={0: "tp"}),
         Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
         Weight("mlp_bda.norm.weight", {"post_feedforward_layernorm.weight": (hidden,)}),
     )

@@ -58,7 +58,7 @@ def bytes_held(rank: int, world: int, address: str, folder: str, settings: dict,
         + sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
         + sum(
             router.bias.nbytes
-            for router in (engine.routers.layers if engine.routers else ())
+            for router in (engine.extensions["experts"].routers.layers if "experts" in engine.extensions else ())
             if router.bias is not None
         ),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),

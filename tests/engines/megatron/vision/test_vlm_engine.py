@@ -160,7 +160,7 @@ def kept_by_the_tower(rank: int, world: int, address: str, folder: str, paths, r
     kept = []
     engine.module.train()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
-        engine.vision.see(images)
+        engine.extensions["vision"].see(images)
     return sum(kept)
 
 
