@@ -194,7 +194,7 @@ class MegatronConfig:
         # Projections are cut by rows where ranks share a key-value head. The hidden size is not cut.
         rows = (model.heads * (1 + model.gates_output) + 2 * model.kv_heads) * model.head_dim
         sizes = {"attention heads": model.heads} | model.mlp_widths | {"rows of queries, keys and values": rows}
-        sizes |= {"key heads of layers with a state": model.delta.key_heads} if model.delta else {}
+        sizes |= model.mixer_cuts
         for name, value in sizes.items():
             if value % self.tp:
                 raise ValueError(f"actor: tp={self.tp} does not divide the model's {value} {name}; lower --actor.tp")

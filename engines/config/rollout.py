@@ -185,8 +185,7 @@ class VllmConfig(SamplingConfig):
         if model.experts:
             count, ffn = model.experts.count, model.experts.ffn
             sizes |= {"experts": count} if self.spreads_experts else {"experts' ffn size": ffn}
-        if model.delta:
-            sizes |= {"key heads of layers with a state": model.delta.key_heads}
+        sizes |= model.mixer_cuts
         if model.vision:
             sizes |= {"vision tower's heads": model.vision.heads, "vision tower's ffn size": model.vision.ffn}
         for name, size in sizes.items():

@@ -18,7 +18,8 @@ from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
-from hardware.megatron.form import DeltaNet, Experts, LayerOptions
+from hardware.megatron.form import Experts, LayerOptions
+from hardware.megatron.mixers import Heads, Mixer
 
 if TYPE_CHECKING:  # a spec is read before anything takes the time to import torch; of text alone without images
     from torch import Tensor
@@ -186,9 +187,33 @@ class ModelSpec(DecoderSizes):
         return any(kind.options.gates_output for kind in self.kinds)
 
     @property
-    def delta(self) -> DeltaNet | None:
-        """Gated delta net of the layers that have one, alike in all of them; None where all have attention."""
-        return next((kind.options.delta for kind in self.kinds if kind.options.delta), None)
+    def attention_heads(self) -> Heads:
+        """The heads of attention."""
+        return Heads(queries=self.heads, keys=self.kv_heads, dim=self.head_dim)
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of each layer."""
+        return tuple(kind.options.mixer for kind in self.kinds)
+
+    def count_cached(self, tp: int) -> int:
+        """Count the numbers that a rollout device of ``tp`` keeps of each token, in all layers."""
+        return sum(mixer.count_cached(self.attention_heads, tp) for mixer in self.mixers)
+
+    @cached_property
+    def pair_flops(self) -> int:
+        """FLOPs of a forward pass of all layers for each pair of a query and a key that it sees."""
+        return sum(mixer.count_pair_flops(self.attention_heads) for mixer in self.mixers)
+
+    @cached_property
+    def token_flops(self) -> int:
+        """FLOPs of a forward pass of all layers for each token, beside products with weights."""
+        return sum(mixer.count_token_flops() for mixer in self.mixers)
+
+    @cached_property
+    def mixer_cuts(self) -> dict[str, int]:
+        """Numbers of mixers that tensor parallelism must divide, by name in a message."""
+        return {name: count for mixer in set(self.mixers) for name, count in mixer.list_cuts().items()}
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
@@ -320,11 +345,9 @@ class ModelSpec(DecoderSizes):
         weights = sum(self.count_used_weights())
         tokens = sum(lengths) if computed_tokens is None else computed_tokens
         pairs = sum(length**2 for length in lengths) / 2
-        attending = sum(not kind.options.delta for kind in self.kinds)
-        nets = (kind.options.delta for kind in self.kinds if kind.options.delta)
-        states = sum(net.key_heads * net.ratio * net.key_dim * net.value_dim for net in nets)  # entries of all layers
         each = 4.0 if frozen else 6.0
-        return (each * weights + 18.0 * states) * tokens + 12.0 * attending * self.heads * self.head_dim * pairs
+        # A backward pass takes twice the FLOPs of a forward pass.
+        return (each * weights + 3.0 * self.token_flops) * tokens + 3.0 * self.pair_flops * pairs
 
     def count_used_weights(self) -> tuple[float, float]:
         """Count the weights of the language model by which a token is multiplied: those of its layers, of experts its

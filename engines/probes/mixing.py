@@ -13,6 +13,7 @@ from engines.megatron.engine import MegatronEngine
 from engines.megatron.layout import Layout
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
+from hardware.megatron.mixers import DeltaNet
 
 LOUD = 64.0
 """Size of the change to a token, so that one among thousands of tokens shows in bf16 too."""
@@ -67,8 +68,7 @@ class Mixing:
         engine, places = self.engine, torch.as_tensor([*changed], dtype=torch.long)
         model, tp, drawn = engine.model, engine.config.tp, []
         if self.rule.state:
-            net = model.delta
-            assert net, "a rule with a state is a model's own"
+            net = next(mixer for mixer in model.mixers if isinstance(mixer, DeltaNet))
             flat = torch.randn(tokens, net.key_heads // tp, net.convolved + 2 * net.ratio, generator=generator)
             flat[places, :, : net.convolved] += LOUD
             drawn = [flat]

@@ -73,8 +73,8 @@ def _make_settings(model: ModelSpec, config: VllmConfig, worker: str, sleeps: bo
         settings |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": others, "hf_overrides": tie}
         # Newer versions normalise pixels on the device, by other numbers if preprocessor_config.json lacks them.
         settings |= {name: False for name in ("mm_device_do_normalize",) if name in EngineArgs.__dataclass_fields__}
-    if model.delta:
-        settings["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's states are, whatever the weights
+    for mixer in set(model.mixers):
+        settings |= mixer.rollout_settings
     if any(rule.images for rule in model.rules):
         # A chunk may end within an image, even where vLLM is asked to keep images whole (vLLM issue 52306).
         # Without chunks vLLM makes room for the longest sequence in a forward pass by itself.

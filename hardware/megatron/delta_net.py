@@ -13,8 +13,8 @@ from torch import Tensor
 from hardware.attention.delta_rule import DeltaPlan, convolve
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
-from hardware.megatron.form import DeltaNet
 from hardware.megatron.marks import mark_sequence_parallel
+from hardware.megatron.mixers import DeltaNet
 
 
 class GatedDeltaNet(MegatronModule):
@@ -25,9 +25,10 @@ class GatedDeltaNet(MegatronModule):
     Context-parallel ranks each compute the states of all tokens, and keep the outputs of their own.
     """
 
-    def __init__(self, config, layer_number: int, net: DeltaNet, pg_collection: Any = None, **_):
+    def __init__(self, config, layer_number: int, mixer: DeltaNet, pg_collection: Any = None, **_):
         super().__init__(config=config)
-        self.layer_number, self.net = layer_number, net  # counted from 1
+        self.layer_number, self.net = layer_number, mixer  # counted from 1
+        net = mixer
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.heads = net.key_heads // self.tp_group.size()
         width, dtype = net.key_heads * net.ratio * net.value_dim, config.params_dtype

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from hardware.megatron.mixers import ATTENTION, Mixer
+
 NO_ROUTE = 255
 """Stands for no expert where a token's experts are given: a layer without experts, or a token that was not routed."""
 
@@ -37,33 +39,6 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """A gated delta net in the place of a layer's attention.
-
-    Attributes:
-        key_heads: heads of queries and keys. ratio: value heads that share a key head.
-        key_dim, value_dim: sizes of a head.
-        taps: tokens that the convolution reads, the own among them.
-    """
-
-    key_heads: int
-    ratio: int
-    key_dim: int
-    value_dim: int
-    taps: int
-
-    @property
-    def convolved(self) -> int:
-        """Columns of a key head that are convolved: its query, itself, and its values."""
-        return 2 * self.key_dim + self.ratio * self.value_dim
-
-    @property
-    def columns(self) -> int:
-        """All columns of a key head: beside those two gates of each value head, and the gate of its output."""
-        return self.convolved + self.ratio * (2 + self.value_dim)
-
-
-@dataclass(frozen=True)
 class LayerOptions:
     """Options of a layer's arithmetic in which families differ, or layers of one.
 
@@ -75,7 +50,7 @@ class LayerOptions:
         rotary: number of the layer's rotary embedding among the model's.
         scales_rotary: whether its cosines and sines are scaled, possibly above 1, as in yarn.
         gates_output: whether attention's output is scaled by a gate of each of its entries.
-        delta: the gated delta net in the place of attention; None for attention.
+        mixer: what mixes the layer's tokens.
         experts: the mixture in the place of the MLP; None for an MLP.
     """
 
@@ -85,7 +60,7 @@ class LayerOptions:
     rotary: int = 0
     scales_rotary: bool = False
     gates_output: bool = False
-    delta: DeltaNet | None = None
+    mixer: Mixer = ATTENTION
     experts: Experts | None = None
 
 

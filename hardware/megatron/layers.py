@@ -6,6 +6,7 @@ Imported by a platform's ``build_layer_spec`` alone, after the shims are in plac
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -223,10 +224,8 @@ def _build_layer(
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "norm": norm})
     # The local spec renames norm weights in checkpoints to match fused layers; ours keep their own names.
     parts.sharded_state_dict_keys_map = {}
-    if options.delta:
-        from hardware.megatron.delta_net import GatedDeltaNet  # layers without a state load nothing of it
-
-        parts.self_attention = ModuleSpec(GatedDeltaNet, {"net": options.delta})
+    if options.mixer.module:
+        parts.self_attention = ModuleSpec(resolve_name(options.mixer.module), {"mixer": options.mixer})
         return layer
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(core_attention, {"options": options})

@@ -129,13 +129,13 @@ def _check_cache(model: ModelSpec, rollout: VllmConfig, platform: Platform) -> N
         return  # a pass-through or a window may change the memory of a token
     block, itemsize = platform.rollout_block_tokens, 4 if rollout.dtype == "float32" else 2
     token = 2 * model.count_kv_heads(rollout.tp) * model.head_dim * itemsize  # of a layer
-    states = sum(kind.rule.state for kind in model.kinds)
+    state_bytes = [mixer.count_state_bytes(itemsize) for mixer in model.mixers]
+    states = sum(size > 0 for size in state_bytes)
     layers, attending = model.layers, model.layers - states
-    if net := model.delta:
+    if states:
         # A layer's block of tokens has room for a state. vLLM (0.32, v1/core/kv_cache_utils) puts layers of one kind
         # into groups of one size, as many as there are of the rarer kind, or all where both are about as many.
-        inputs, state = (net.taps - 1) * net.convolved * itemsize, net.ratio * net.key_dim * net.value_dim * 4
-        block *= math.ceil((inputs + state) * net.key_heads / rollout.tp / (block * token))
+        block *= math.ceil(max(state_bytes) / rollout.tp / (block * token))
         fewest, most = sorted((states, attending))
         layers = most if most < 1.5 * fewest else fewest
     # A group with states keeps two blocks of a sequence, the others as many as it fills; vLLM keeps one for itself.

@@ -1,12 +1,12 @@
 """Memory of activations: tensors that forward passes keep for backward passes, and temporary tensors of the latter."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from hardware.attention.rules import CHUNK, MOST_TAPS
-from hardware.megatron.form import DeltaNet, Experts, LayerOptions
+from hardware.megatron.form import Experts, LayerOptions
+from hardware.megatron.mixers import MixedTokens, MixerBytes
 from hardware.platform import KernelMemory
 
 FP32 = 4
@@ -39,23 +39,19 @@ class _Layer:
 
     Attributes:
         input: the layer's input. norms, mlp: kept by norms and MLP; late_norms: by norms after core attention.
-        before: queries, keys and values that attention keeps from before their rotation. core: kept by core attention.
-            output: kept by the output projection.
-        core_input: kept in place of ``core`` where core attention is recomputed.
+        mixer: kept by what mixes tokens.
     """
 
     input: float
     norms: float
     late_norms: float
-    before: float
-    core: float
-    output: float
-    core_input: float
+    mixer: MixerBytes
     mlp: float
 
     @property
     def whole(self) -> float:
-        return self.norms + self.before + self.core + self.output + self.mlp
+        mixer = self.mixer
+        return self.norms + mixer.before + mixer.core + mixer.output + self.mlp
 
 
 def _count_layer(
@@ -64,42 +60,32 @@ def _count_layer(
     """Count the bytes that a layer keeps for its backward pass, tensor by tensor.
 
     Tensors of the hidden size's width are split over tp by sequence parallelism, all other tensors by heads or columns.
-    Values are a view into the projection's output, which therefore stays whole, unless context parallelism gathers
-    them; where ranks share a head of keys and values it is the output of all ranks. The MLP keeps the two halves of its
-    projection, the factors of its product (the activation of the first half, and the second half), and the product; a
-    fused MLP keeps the projection and the product. A rotation that keeps its input keeps the queries, and the keys
-    where a norm made them.
+    The MLP keeps the two halves of its projection, the factors of its product (the activation of the first half, and
+    the second half), and the product; a fused MLP keeps the projection and the product.
     """
     size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
-    if options.delta:
-        return _count_state_layer(model, options, options.delta, config, micro, kernels)
-    kv_heads = model.count_kv_heads(config.tp) * config.tp  # over all ranks, of which several may have the same
-    query, key = (heads * model.head_dim * size * slots for heads in (model.heads, kv_heads))
     # A norm that scales by 1 + weight computes in fp32 and multiplies by hand: both tensors are kept.
     norm_input = (2 * FP32 if options.norms_from_one else kernels.count_norm_input_bytes(size)) * slots
     by_hand = options.norms_from_one or not kernels.fuses_norms
     if config.lora.rank:  # a frozen norm keeps its input alone, in fp32 where it computes by hand
         norm_input = (FP32 if by_hand else size) * slots
     hidden, ffn = model.hidden * size * slots, model.ffn * size * slots
-    before, core_input = query + 2 * key, query
-    if config.tp > model.kv_heads:
-        before = (model.heads + 2 * model.kv_heads) * model.head_dim * size * slots * config.tp
-    if model.qk_norm:  # a fused norm keeps its input, which for keys is a view into a kept tensor
-        queries, keys = (heads * model.head_dim * norm_input for heads in (model.heads, kv_heads))
-        before += queries + keys - (key if kernels.keeps_own_input(size) else 0)
-        core_input += key
-    elif config.cp > 1 and config.recompute != "core" and not kernels.keeps_unrotated:
-        before = 0.0
-    if kernels.keeps_unrotated:
-        before += query + (key if model.qk_norm else 0)
-    keys_and_values = 2 * key * config.cp if config.cp > 1 else key
-    if kernels.expands_kv and size == FP32 and model.heads != model.kv_heads:
-        keys_and_values = 2 * query * config.cp
-    sums = model.heads * FP32 * slots
-    copied = query if kernels.copies_output and config.layout == "thd" else 0.0
+    tokens = MixedTokens(
+        heads=model.attention_heads,
+        has_qk_norm=model.qk_norm,
+        size=size,
+        slots=slots,
+        all_slots=micro.slots,
+        sequences=micro.sequences,
+        recompute=config.recompute,
+        layout=config.layout,
+        tp=config.tp,
+        cp=config.cp,
+        norm_input=norm_input,
+        kernels=kernels,
+    )
     norm = model.hidden * norm_input + hidden
     post_norms = 2 * model.hidden * norm_input if options.post_norms else 0.0  # their outputs are added, not kept
-    out = query - copied  # with a copy the kernel keeps its own
     halves = 3 if kernels.fuses_swiglu and model.activation == "silu" else 5
     mlp = halves * ffn
     if options.experts:
@@ -112,10 +98,7 @@ def _count_layer(
         input=hidden,
         norms=2 * norm + post_norms,
         late_norms=norm + post_norms,
-        before=before,
-        core=query + keys_and_values + sums + copied,
-        output=out + copied,
-        core_input=core_input,
+        mixer=options.mixer.count_kept(tokens),
         mlp=mlp,
     )
 
@@ -129,44 +112,6 @@ def _count_mixture(experts: Experts, hidden: int, halves: int, config: MegatronC
     # With the input, of which the router has a copy, and the gate and the output that it scales.
     gate = hidden + 1 if experts.gates_shared else 0
     return kept + ((halves * shared + hidden + gate) * size if shared else 0)
-
-
-def _count_state_layer(
-    model: ModelSpec,
-    options: LayerOptions,
-    net: DeltaNet,
-    config: MegatronConfig,
-    micro: MicroBatch,
-    kernels: KernelMemory,
-) -> _Layer:
-    """Count the bytes that a layer with a state keeps; norms and MLP are as in a layer with attention.
-
-    The core is the convolution and the rule, over the slots of all context-parallel ranks: chunks of the projection's
-    columns, before and after convolution and activation; in fp32 queries and keys before they are normed, as they are
-    and as they are multiplied, right sides and solutions of the chunks' systems, the products between tokens of a
-    chunk, and where sequences have several chunks what goes from chunk to chunk. The output keeps the core's before and
-    after its norm, the gate's activation, their product and the projection's input.
-    """
-    plain = replace(options, delta=None)
-    other = _count_layer(model, plain, config, micro, kernels)
-    size, slots = get_itemsize(config.dtype), micro.slots / config.cp / config.tp
-    heads, pairs, several = net.key_heads * net.ratio, min(CHUNK, max(1, micro.slots / micro.sequences)), 0.0
-    mixed, queries, values = net.key_heads * net.convolved, net.key_heads * net.key_dim, heads * net.value_dim
-    keys = heads * net.key_dim
-    if micro.slots / micro.sequences > CHUNK:
-        several = 4 * keys + values + 2 * keys * net.value_dim / CHUNK
-    rule = 6 * queries + 2 * values + (4 * heads + 2 * net.key_heads) * pairs + 7 * heads + several
-    rule += 0 if size == FP32 else 2 * queries
-    columns = mixed + 2 * heads
-    core = (1 + (MOST_TAPS - 1) / pairs) * columns * size + 2 * mixed * size + rule * FP32
-    gate = net.key_heads * net.columns * size  # the gate is a view of all columns
-    return replace(
-        other,
-        before=gate * slots,
-        core=core * slots * config.cp,
-        core_input=columns * size * slots * config.cp,
-        output=values * slots * (2 * size + 3 * FP32),
-    )
 
 
 _INDEX = 8
@@ -229,8 +174,8 @@ def count_kept(model: ModelSpec, config: MegatronConfig, stage: int, micro: Micr
     for options, count in Counter(list_stage_options(model, config, stage)).items():
         layer = _count_layer(model, options, config, micro, kernels)
         if config.recompute == "core":  # when a layer's core is recomputed, later tensors of the layer are freed
-            kept += count * (layer.whole + layer.core_input - layer.core)
-            again = max(again, layer.core - layer.mlp - layer.output - layer.late_norms)
+            kept += count * (layer.whole + layer.mixer.core_input - layer.mixer.core)
+            again = max(again, layer.mixer.core - layer.mlp - layer.mixer.output - layer.late_norms)
         elif config.recompute == "full":  # the first norm keeps the same tensor as the layer
             kept += count * layer.input
             again = max(again, layer.whole - (layer.input if kernels.keeps_own_input(size) else 0))
@@ -247,9 +192,10 @@ def count_copied_slots(model: ModelSpec, config: MegatronConfig, kernels: Kernel
     them for each sequence that has its beginning in another's slots. Layers that are computed again hold one's alone.
     """
     slot = count_kept(model, config, 0, MicroBatch(1), kernels).most
-    attending = sum(not options.delta for options in model.options)
-    layers = attending if config.recompute == "none" else 1  # in all micro-batches of stage 0 that are in flight
-    return 2 * model.count_kv_heads(config.tp) * model.head_dim * get_itemsize(config.dtype) * layers / slot
+    heads = model.attention_heads
+    copied = [mixer.count_cached(heads, config.tp) for mixer in model.mixers]
+    numbers = sum(copied) if config.recompute == "none" else max(copied)  # of micro-batches of stage 0 in flight
+    return numbers * get_itemsize(config.dtype) / slot
 
 
 def estimate_activations(

@@ -100,8 +100,7 @@ def forecast_rollout(config: RunConfig, model: ModelSpec, machine: Machine, toge
     prompt, sampled = config.data.max_prompt_tokens, rollout.max_new_tokens
     prompts = together * config.prompts_per_step / rollout.engines
     samples = prompts * group
-    attending = sum(not options.delta for options in model.options)
-    token_bytes = 2 * model.count_kv_heads(rollout.tp) * model.head_dim * size * attending
+    token_bytes = model.count_cached(rollout.tp) * size
     cache = (rollout.kv_cache_mb or platform.rollout_kv_cache_mb) * 2**20 / max(1, token_bytes)
     running = max(1.0, min(samples, rollout.max_num_seqs, cache / (prompt / group + sampled)))
     # A prompt's last block is computed for each of its samples, unless the platform copies it.

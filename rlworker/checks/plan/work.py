@@ -117,13 +117,9 @@ def count_passes(
     again = learns and actor.recompute == "full"
     passes, frozen = 1 + again + 2 * learns, learns and bool(actor.lora.rank)
     flops = 2.0 * (passes - frozen) * layers / actor.pp * tokens.slots / cut
-    attending = sum(not options.delta for options in model.options) / actor.pp
-    states = model.delta
-    if states:
-        entries = states.key_heads * states.ratio * states.key_dim * states.value_dim
-        flops += 6.0 * passes * entries * (model.layers / actor.pp - attending) * tokens.slots / cut
+    flops += passes * model.token_flops / actor.pp * tokens.slots / cut
     again_core = learns and actor.recompute != "none"
-    pairs = 4.0 * (1 + again_core + 2.5 * learns) * attending * model.heads * model.head_dim * tokens.pairs / cut
+    pairs = (1 + again_core + 2.5 * learns) * model.pair_flops / actor.pp * tokens.pairs / cut
     unit = MicroBatch(1000, 1)
     whole = replace(actor, recompute="none", lora=LoraConfig())  # with adapters less is kept, and made again
     kept = count_kept(model, whole, stage, unit, kernels).layers
@@ -218,10 +214,9 @@ def count_forward(model: ModelSpec, tp: int, size: int, sequences: float, tokens
         context: tokens that are attended to, over all computed tokens.
     """
     layers, head = model.count_used_weights()
-    attending = sum(not options.delta for options in model.options)
-    cached = 2 * model.count_kv_heads(tp) * model.head_dim * size * attending
+    cached = model.count_cached(tp) * size
     flops = 2.0 * (layers * tokens + head * sequences) / tp
-    attention = 4.0 * attending * model.heads * model.head_dim * context / tp
+    attention = model.pair_flops * context / tp
     reached = _count_reached(model, tokens) * size / tp
     sent = {"tp": (2.0 * model.layers * tokens * model.hidden * size, 2.0 * model.layers)} if tp > 1 else {}
     return Work(flops, attention, reached + cached * context * min(1.0, sequences / max(1.0, tokens)), 0.0, sent)

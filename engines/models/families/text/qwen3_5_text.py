@@ -11,7 +11,8 @@ from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 from engines.validation import fits
 from hardware.attention.rules import CAUSAL, MOST_TAPS, Rule
-from hardware.megatron.form import DeltaNet, LayerOptions
+from hardware.megatron.form import LayerOptions
+from hardware.megatron.mixers import DeltaNet
 
 _KINDS = ("full_attention", "linear_attention")
 _COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -97,7 +98,7 @@ def read_layers(config: dict, path: Path, layer: LayerKind, is_fused: bool = Fal
         full,
         mixer=(DeltaMixer(net, is_fused),),
         rule=Rule(state=True),
-        options=replace(full.options, gates_output=False, delta=net),
+        options=replace(full.options, gates_output=False, mixer=net),
     )
     return tuple(linear if kind == _KINDS[1] else full for kind in kinds)
 
