@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hardware.megatron.form import PLAIN, LayerOptions
@@ -125,6 +126,9 @@ class Platform(Protocol):
     """
 
     name: str
+    room: str
+    """Package of its layers and kernels: ``attention`` (``build_layer_spec``), ``attention_plan`` (``lower``) and
+    ``faults`` (``list_faults``), which ``load`` imports."""
     evidence: Evidence
     """Level of proof of a check that passes here: executed or emulated."""
     not_covered: tuple[str, ...] = ()
@@ -172,6 +176,10 @@ class Platform(Protocol):
     ways_from_all_ranks: tuple[str, ...] = ()
     """Ways of weights to rollout engines in which every training rank hands over all weights, and not one for all."""
 
+    def load(self, part: str) -> Any:
+        """Import a module of the platform's package on first use: settings are checked without torch and Megatron."""
+        return import_module(f"{self.room}.{part}")
+
     @abstractmethod
     def init_process(self, local_rank: int) -> torch.device:
         """Bind this process to its device and prepare Megatron for it. Call before megatron is imported."""
@@ -181,16 +189,14 @@ class Platform(Protocol):
         """Return an identifier of this process's device, unique among all devices; None where ranks may share one."""
         return None
 
-    @abstractmethod
     def build_layer_spec(self, config, options: Sequence[LayerOptions] = (PLAIN,)) -> Any:
         """Build Megatron's ``TransformerBlockSubmodules`` for a ``TransformerConfig``.
 
         Args:
             options: of each layer of this pipeline stage.
         """
-        ...
+        return self.load("attention").build_layer_spec(config, options)
 
-    @abstractmethod
     def build_attention_inputs(
         self, spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...] = ()
     ) -> AttentionInputs:
@@ -204,7 +210,7 @@ class Platform(Protocol):
         Raises:
             ValueError: no backend of the platform can compute a rule, by the capability table.
         """
-        ...
+        return self.load("attention_plan").lower(self, spec, rotary, override)
 
     def wrap_forward(self, inputs: AttentionInputs) -> AbstractContextManager:
         """Return the context in which a forward of the model runs."""
@@ -214,14 +220,13 @@ class Platform(Protocol):
         """Build the contract of the attention kernel, to test it on ``device``; None if the kernel has none."""
         return None
 
-    @abstractmethod
     def list_faults(self) -> dict[str, list[Patch]]:
         """Return name of a fault in ``ATTENTION_FAULTS`` (hardware.attention.faults) -> patches that plant it.
 
         The patches name functions of the platform's plan and attention. The self-test plants them in training
         processes. The controller calls this too, so it may import torch but not Megatron.
         """
-        ...
+        return self.load("faults").list_faults()
 
     def explain_slow(self, dtype: str) -> str:
         """Explain why engines of this dtype are slow on this machine; empty if they are not."""

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from hardware.attention.capabilities import find_backend
-from hardware.megatron.form import PLAIN
 from hardware.platform import HOST, KernelMemory, Platform, RolloutWorkerClass
 from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS, SENDERS, TESTED
 
@@ -32,6 +30,7 @@ class CpuPlatform(Platform):
     """Runs the real Megatron-core on CPU over gloo, in fp32 or bf16."""
 
     name = "cpu"
+    room = "hardware.cpu"
     evidence = "executed"
     proven = "executed"
     stand_in = "cpu"
@@ -79,24 +78,6 @@ class CpuPlatform(Platform):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         install(CPU)
         return torch.device("cpu")
-
-    def build_layer_spec(self, config, options=(PLAIN,)):
-        from hardware.cpu.attention import CpuAttention
-        from hardware.megatron.layers import build_layer_spec
-
-        return build_layer_spec(config, options, CpuAttention)
-
-    def build_attention_inputs(self, spec, rotary, override=()):
-        from hardware.attention.grouped_sdpa import build_attention_inputs
-
-        for rule in set(spec.rules):
-            find_backend(self.attention_backends, spec.kind, spec.cp, rule, override)
-        return build_attention_inputs(spec, rotary)
-
-    def list_faults(self):
-        from hardware.cpu.faults import list_faults
-
-        return list_faults()
 
     def explain_slow(self, dtype: str) -> str:
         if dtype != "bfloat16" or not _CPU_INFO.is_file() or _BF16_FLAGS & {*_CPU_INFO.read_text().split()}:

@@ -9,6 +9,7 @@ from torch.nn.attention import varlen
 from hardware.attention.grouped_sdpa import GroupedPlan, attend_groups
 from hardware.attention.rules import Rule
 from hardware.cuda.attention_plan import RuleCalls, VarlenCall, VarlenPlan
+from hardware.megatron import layers
 from hardware.megatron.layers import CoreAttention
 
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
@@ -58,3 +59,8 @@ class CudaAttention(CoreAttention):
             **grouped,
         )
         return cast(Tensor, out)  # a pair where lse is asked for, too
+
+
+def build_layer_spec(config, options) -> Any:
+    """Build the layers of a stage, as ``Platform.build_layer_spec`` says."""
+    return layers.build_layer_spec(config, options, CudaAttention)

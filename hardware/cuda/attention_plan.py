@@ -13,13 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hardware.attention import grouped_sdpa
+from hardware.attention.capabilities import find_backend
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, expand_counts
 from hardware.attention.rules import Rule, count_tokens_before
+from hardware.cuda.kernel_call import HEAD_UNIT, MAX_HEAD
 from hardware.transfer import to_device
 
 if TYPE_CHECKING:  # models without states load nothing of them
     from hardware.attention.delta_rule import DeltaPlan
+    from hardware.cuda.platform import CudaAttention
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,23 @@ class _Places:
             starts[1:] |= np.diff(column) != 0
         first = np.flatnonzero(starts)
         return first, np.diff(first, append=len(self.position))
+
+
+def lower(
+    platform: "CudaAttention", spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...]
+) -> AttentionInputs:
+    """Lower a mask to ``varlen_attn`` if it takes the heads, else to grouped SDPA; ``Platform.build_attention_inputs``
+    says more."""
+    head, dtype = rotary[0].shape[-1], str(rotary[0].dtype).removeprefix("torch.")
+    takes = dtype in platform.varlen_types and head <= MAX_HEAD and head % HEAD_UNIT == 0
+    has_states = any(rule.state for rule in spec.rules)
+    kernel = platform.find_state_kernel() if has_states and dtype in platform.varlen_types else None
+    backends = "torch_varlen" if takes else "torch_sdpa", "fla_delta" if kernel else "torch_delta"
+    for rule in set(spec.rules):
+        find_backend(backends, spec.kind, spec.cp, rule, override)
+    delta = platform.load("delta_rule").build_plan(spec, kernel, rotary[0].device) if kernel else None
+    build = build_attention_inputs if takes else grouped_sdpa.build_attention_inputs
+    return build(spec, rotary, delta)
 
 
 def build_attention_inputs(

@@ -1,11 +1,22 @@
-"""Checks of a GPU and its torch before a model is built on them."""
+"""A training process takes its GPU, which is checked before a model is built on it."""
 
 import inspect
 
 import torch
 
+from hardware.megatron import shims
+
 LEAST_CAPABILITY = (8, 0)
 """Least compute capability for the flash kernels (ATen's ``flash_api.cpp``)."""
+
+
+def init_process() -> torch.device:
+    """Take the process's one GPU, and prepare Megatron for it; the errors are those of ``check_device``."""
+    check_device()
+    torch.cuda.set_device(0)
+    torch.backends.cudnn.allow_tf32 = False  # its default rounds fp32, in which images enter a tower, to 10 bits
+    shims.install(None)
+    return torch.device("cuda", 0)
 
 
 def check_device() -> None:

@@ -27,13 +27,9 @@ class EmulatedCudaPlatform(CudaAttention, CpuPlatform):
     varlen_types = (*CudaPlatform.varlen_types, "float32")
 
     def find_state_kernel(self):
-        from hardware.cuda.emulator.delta_rule import chunk_gated_delta_rule
-
-        return chunk_gated_delta_rule
+        return self.load("emulator.delta_rule").chunk_gated_delta_rule
 
     def init_process(self, local_rank: int):
-        from hardware.cuda.emulator.operator import install
-
         device = super().init_process(local_rank)
-        install()
+        self.load("emulator.operator").install()
         return device

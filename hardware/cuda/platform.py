@@ -6,43 +6,17 @@ This module is read to check settings, so it imports torch and Megatron only whe
 import os
 from typing import ClassVar
 
-from hardware.attention.capabilities import find_backend
-from hardware.megatron.form import PLAIN
 from hardware.platform import HOST, KernelMemory, Node, Platform
 from hardware.vllm_versions import SENDERS
 
 
-class CudaAttention:
+class CudaAttention(Platform):
     """Lowering and core attention of CUDA, which the emulated platform shares."""
 
+    room = "hardware.cuda"
     attention_backends = ("torch_varlen", "torch_sdpa", "fla_delta", "torch_delta")
     varlen_types: tuple[str, ...] = ("bfloat16", "float16")
     max_pack_sequences = None
-
-    def build_layer_spec(self, config, options=(PLAIN,)):
-        from hardware.cuda.attention import CudaAttention
-        from hardware.megatron.layers import build_layer_spec
-
-        return build_layer_spec(config, options, CudaAttention)
-
-    def build_attention_inputs(self, spec, rotary, override=()):
-        from hardware.attention.grouped_sdpa import build_attention_inputs as grouped
-        from hardware.cuda.attention_plan import build_attention_inputs as varlen
-        from hardware.cuda.kernel_call import HEAD_UNIT, MAX_HEAD
-
-        head, dtype = rotary[0].shape[-1], str(rotary[0].dtype).removeprefix("torch.")
-        takes = dtype in self.varlen_types and head <= MAX_HEAD and head % HEAD_UNIT == 0
-        has_states = any(rule.state for rule in spec.rules)
-        kernel = self.find_state_kernel() if has_states and dtype in self.varlen_types else None
-        backends = "torch_varlen" if takes else "torch_sdpa", "fla_delta" if kernel else "torch_delta"
-        for rule in set(spec.rules):
-            find_backend(backends, spec.kind, spec.cp, rule, override)
-        delta = None
-        if kernel:
-            from hardware.cuda.delta_rule import build_plan
-
-            delta = build_plan(spec, kernel, rotary[0].device)
-        return varlen(spec, rotary, delta) if takes else grouped(spec, rotary, delta)
 
     def find_state_kernel(self):
         """Return the function that computes the gated delta rule in 16 bits; None leaves it to torch.
@@ -52,22 +26,13 @@ class CudaAttention:
         """
         import torch
 
-        from hardware.cuda.delta_rule import find_kernel
-
-        return None if torch.are_deterministic_algorithms_enabled() else find_kernel()
+        return None if torch.are_deterministic_algorithms_enabled() else self.load("delta_rule").find_kernel()
 
     def build_contract(self, device):
-        from hardware.cuda.emulator.examples import build_contract
-
-        return build_contract(device)
-
-    def list_faults(self):
-        from hardware.cuda.faults import list_faults
-
-        return list_faults()
+        return self.load("emulator.examples").build_contract(device)
 
 
-class CudaPlatform(CudaAttention, Platform):
+class CudaPlatform(CudaAttention):
     """Runs Megatron-core over nccl, with ``varlen_attn`` in bf16 and fp16 and SDPA for all else."""
 
     name = "cuda"
@@ -100,16 +65,7 @@ class CudaPlatform(CudaAttention, Platform):
     ways_from_all_ranks = ("ipc",)
 
     def init_process(self, local_rank: int):
-        import torch
-
-        from hardware.cuda.device import check_device
-        from hardware.megatron.shims import install
-
-        check_device()
-        torch.cuda.set_device(0)
-        torch.backends.cudnn.allow_tf32 = False  # its default rounds fp32, in which images enter a tower, to 10 bits
-        install(None)
-        return torch.device("cuda", 0)
+        return self.load("device").init_process()
 
     def get_device_key(self) -> str | None:
         import torch
@@ -136,6 +92,4 @@ class CudaPlatform(CudaAttention, Platform):
         return ("ipc" if colocated else "nccl", HOST) if SENDERS.is_there else (HOST,)
 
     def make_trainer_info(self, way, rank, world_size, address, chunk, largest):
-        from hardware.cuda.weight_transfer import make_trainer_info
-
-        return make_trainer_info(way, rank, world_size, address, chunk, largest)
+        return self.load("weight_transfer").make_trainer_info(way, rank, world_size, address, chunk, largest)

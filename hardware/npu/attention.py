@@ -1,12 +1,16 @@
 """Core attention of the NPU platforms: ``npu_fusion_attention``, with explicit mask and scale at every call."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hardware.attention.rules import Rule
+from hardware.megatron import layers
 from hardware.megatron.layers import CoreAttention
 from hardware.npu.attention_plan import KernelCall, NpuPlan
-from hardware.npu.layers import rotate_fused
+from hardware.npu.experts import NpuGroupedExperts
+from hardware.npu.layers import NpuRMSNorm, find_mlp, rotate_fused
 
 
 class NpuAttention(CoreAttention):
@@ -43,3 +47,8 @@ class NpuAttention(CoreAttention):
             sparse_mode=call.sparse_mode,
         )[0]
         return out.flatten(1) if packed else out
+
+
+def build_layer_spec(config, options) -> Any:
+    """Build the layers of a stage, as ``Platform.build_layer_spec`` says."""
+    return layers.build_layer_spec(config, options, NpuAttention, NpuRMSNorm, find_mlp(config), NpuGroupedExperts)

@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hardware.attention.capabilities import find_backend
 from hardware.attention.dense_mask import build_dense_mask
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, expand_counts, list_zigzag_positions, locate_gathered_keys
 from hardware.attention.rules import CAUSAL, Rule, count_tokens_before
 from hardware.npu.kernel_call import NO_LIMIT, build_triangle
 from hardware.npu.limits import MAX_PACK_SEQUENCES
+from hardware.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class NpuPlan:
 @cache
 def _triangle(device: torch.device) -> Tensor:
     return build_triangle(device)
+
+
+def lower(
+    platform: Platform, spec: MaskSpec, rotary: tuple[Tensor, Tensor], override: tuple[str, ...]
+) -> AttentionInputs:
+    """Lower a mask by the mode that the capability table names for each rule, as ``Platform.build_attention_inputs``
+    says."""
+    backends = platform.attention_backends
+    found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
+    return build_attention_inputs(spec, rotary, {rule: int(found[rule][-1]) for rule in spec.attended})
 
 
 def build_attention_inputs(spec: MaskSpec, rotary: tuple[Tensor, Tensor], modes: dict[Rule, int]) -> AttentionInputs:

@@ -27,8 +27,6 @@ class EmulatedNpuPlatform(NpuLayers, CpuPlatform):
     stand_in = "npu-emulated"
 
     def init_process(self, local_rank: int):
-        from hardware.npu.emulator.operator import install
-
         device = super().init_process(local_rank)
-        install()
+        self.load("emulator.operator").install()
         return device

@@ -6,45 +6,22 @@ This module is read to check settings, so it imports torch, torch_npu and Megatr
 import os
 from typing import ClassVar
 
-from hardware.attention.capabilities import find_backend
-from hardware.megatron.form import PLAIN
 from hardware.npu.limits import MAX_PACK_SEQUENCES
 from hardware.platform import KernelMemory, Node, Platform
 
 
-class NpuLayers:
+class NpuLayers(Platform):
     """Lowering, core attention and fused layers of an NPU, which the emulated platform shares."""
 
+    room = "hardware.npu"
     attention_backends = ("npu_mode2", "npu_mode3", "npu_mode4", "npu_mode1", "torch_delta")
     max_pack_sequences = MAX_PACK_SEQUENCES
 
-    def build_layer_spec(self, config, options=(PLAIN,)):
-        from hardware.megatron.layers import build_layer_spec
-        from hardware.npu.attention import NpuAttention
-        from hardware.npu.experts import NpuGroupedExperts
-        from hardware.npu.layers import NpuRMSNorm, find_mlp
-
-        return build_layer_spec(config, options, NpuAttention, NpuRMSNorm, find_mlp(config), NpuGroupedExperts)
-
-    def build_attention_inputs(self, spec, rotary, override=()):
-        from hardware.npu.attention_plan import build_attention_inputs
-
-        backends = self.attention_backends
-        found = {rule: find_backend(backends, spec.kind, spec.cp, rule, override)[0] for rule in spec.rules}
-        return build_attention_inputs(spec, rotary, {rule: int(found[rule][-1]) for rule in spec.attended})
-
     def build_contract(self, device):
-        from hardware.npu.emulator.examples import build_contract
-
-        return build_contract(device)
-
-    def list_faults(self):
-        from hardware.npu.faults import list_faults
-
-        return list_faults()
+        return self.load("emulator.examples").build_contract(device)
 
 
-class NpuPlatform(NpuLayers, Platform):
+class NpuPlatform(NpuLayers):
     """Runs Megatron-core over hccl in bf16 or fp32, with the NPU's attention, norms, SwiGLU and rotation."""
 
     name = "npu"
@@ -68,42 +45,10 @@ class NpuPlatform(NpuLayers, Platform):
     rollout_settings: ClassVar[dict] = {"enforce_eager": True}  # untested: vllm-ascend's graphs beside sleep mode
 
     def init_process(self, local_rank: int):
-        import torch
-
-        try:
-            import torch_npu  # pyright: ignore[reportMissingImports]  there on machines with an NPU alone
-        except ImportError as error:
-            raise RuntimeError(
-                f"platform: 'npu' needs torch_npu and CANN in every training process, and importing it said: {error}; "
-                "install requirements/npu.txt and source CANN's set_env.sh, or take 'npu-emulated', which runs the "
-                "same code on a CPU"
-            ) from error
-        if (devices := torch_npu.npu.device_count()) != 1:
-            raise RuntimeError(
-                f"platform: a training process must see exactly one NPU, its own, and sees {devices}; unset "
-                "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES where Ray is started"
-            )
-        from hardware.megatron import shims as megatron_shims
-        from hardware.npu import mindspeed
-
-        mindspeed.patch_megatron()
-        torch_npu.npu.set_device(0)
-        megatron_shims.install(
-            megatron_shims.Runtime(
-                "npu",
-                torch_npu.npu.current_device,
-                torch_npu.npu.synchronize,
-                torch_npu.npu.get_rng_state,
-                torch_npu.npu.set_rng_state,
-                torch_npu.npu.manual_seed,
-            )
-        )
-        return torch.device("npu", 0)
+        return self.load("device").init_process()
 
     def wrap_forward(self, inputs):
-        from hardware.npu.mindspeed import pass_lengths
-
-        return pass_lengths(inputs)
+        return self.load("mindspeed").pass_lengths(inputs)
 
     def get_train_env(self) -> dict[str, str]:
         # expandable_segments: micro-batches differ in length, and blocks of fixed sizes would be left in pieces.

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import torch
 
+from hardware.megatron import shims
 from hardware.platform import Platform
 
 
@@ -22,11 +23,10 @@ def make_shaped(platform: Platform) -> Platform:
         )
 
     def init_process(self, local_rank: int) -> torch.device:
-        from hardware.megatron.shims import install
-        from hardware.shapes.device import open_device
+        from hardware.shapes.device import open_device  # it brings torch's tracing, which takes seconds
 
         device, runtime = open_device()
-        install(runtime)
+        shims.install(runtime)
         return device
 
     own: dict[str, Any] = {"dist_backend": "fake", "init_process": init_process, "get_device_key": lambda self: None}
