@@ -93,7 +93,7 @@ MACHINES = {
         # those of the 910C's die.
         replace(_910C, name="910b", products={"bfloat16": 354 * _TERA, "float32": 88 * _TERA}, devices=8),
         _910C,
-        # A core of an AMD EPYC of two, fitted by scripts/forecast/fit.py; products by a probe of it.
+        # A core of an AMD EPYC of two, fitted by scripts/simulate/fit.py; products by a probe of it.
         Machine(
             "cpu",
             products={"float32": 99 * _GIGA, "bfloat16": 99 * _GIGA},

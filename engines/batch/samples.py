@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -25,6 +25,9 @@ class Image:
         grid: the patches that the processor makes: number of frames or tiles, and rows and columns of each.
         place: row and field of the image, for messages: ``data: train.jsonl, line 3, image 0``.
     """
+
+    is_video: ClassVar[bool] = False
+    """Whether it is a ``Video``, of several frames."""
 
     path: str
     digest: str

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from engines.models.adapter_folder import WEIGHTS, check_adapter_folder
-from engines.models.adapters import GROUPS, Adapter, draw_adapters, list_adapters, list_targets
+from engines.models.adapters import GROUPS, WEIGHTS, Adapter, draw_adapters, list_adapters, list_targets
 from engines.models.spec import ModelSpec
 from engines.validation import FINITE, check_types
 
@@ -87,6 +86,8 @@ class LoraConfig:
             )
         self._check_stages(model, stages)
         if self.start:
+            from engines.models.adapter_folder import check_adapter_folder  # most runs start from no adapters
+
             shapes = {name: shape for each in self.list_adapters(model) for name, shape in each.tensors.items()}
             check_adapter_folder(self.start, self.peft_settings, shapes, "actor.lora")
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from engines.models.spec import ModelSpec
-from engines.validation import PassThrough, check_numbers, check_types
+from engines.validation import FINITE, PassThrough, check_numbers, check_types
 from hardware.attention.rollouts import check_rollout_override
 from hardware.megatron.form import NO_ROUTE
 from hardware.platform import Platform
@@ -236,3 +236,52 @@ def find_weight_way(config: VllmConfig, platform: Platform, colocated: bool) -> 
             "change --rollout.weight-transfer"
         )
     return ways[0] if config.weight_transfer == "auto" else config.weight_transfer
+
+
+@dataclass(frozen=True)
+class ServedModelConfig:
+    """A model that environments ask by its name: a judge writes a verdict, a classifier gives a number."""
+
+    model: str = ""
+    """Folder of a saved HuggingFace model with its tokenizer, or hf:ORG/NAME, as for the policy."""
+    kind: Literal["judge", "classifier"] = "judge"
+    """A judge is a chat model. A classifier is a sequence classification, or a token classification that scores every
+    token."""
+    template: str = ""
+    """File of a judge, in TOML: the prompt and the form of the verdict. docs/rewards.md explains its keys."""
+    label: str = ""
+    """Label of a classifier whose logit is the score; a classifier with one label needs none."""
+    engines: Annotated[int, Ge(1)] = 1
+    """Number of vLLM engines of this model; their dtype and KV cache are those of the rollouts."""
+    tp: Annotated[int, Ge(1)] = 1
+    """Tensor-parallel size: devices of each engine."""
+    max_model_len: Annotated[int, Ge(1)] = 2048
+    """Longest question, with a judge's answer, in tokens. A longer one has no verdict."""
+    weight: Annotated[float, FINITE] = 1.0
+    """Weight of its verdict in the reward of combine_parts."""
+
+    def __post_init__(self):
+        check_types("models.NAME", self)
+
+    def check(self, name: str) -> None:
+        """Raise ValueError where the settings of the model called ``name`` do not fit each other."""
+        section = f"models.{name}"
+        if not self.model:
+            raise ValueError(f"{section}: no model was given; set --{section}.model to a folder or hf:ORG/NAME")
+        if self.kind == "judge" and not self.template:
+            raise ValueError(
+                f"{section}: a judge needs a file with its prompt and the form of its verdict; set "
+                f"--{section}.template, or --{section}.kind classifier"
+            )
+        if self.kind == "judge" and self.label:
+            raise ValueError(f"{section}: label={self.label!r} is of classifiers, and kind is judge; leave it out")
+        if self.kind == "classifier" and self.template:
+            raise ValueError(
+                f"{section}: template={self.template!r} is of judges, and kind is classifier, whose prompt comes from "
+                "its own chat template; leave it out"
+            )
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all engines."""
+        return self.engines * self.tp

@@ -1,69 +1,19 @@
-"""Settings of models that a run serves beside the policy and never trains: judges and classifiers."""
+"""Models that a run serves beside the policy and never trains, read from their folders: judges and classifiers."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-from annotated_types import Ge
+from typing import Literal
 
 from engines.config.judge_form import JudgeForm
+from engines.config.rollout import ServedModelConfig
 from engines.models.hub import find_here
 from engines.models.spec import ModelSpec
-from engines.validation import FINITE, check_types, read_object
+from engines.validation import read_object
 
 Task = Literal["classify", "token_classify"]
 _TASKS: dict[str, Task] = {"ForSequenceClassification": "classify", "ForTokenClassification": "token_classify"}
 """Ending of transformers' class of a classifier -> vLLM's pooling task."""
-
-
-@dataclass(frozen=True)
-class ServedModelConfig:
-    """A model that environments ask by its name: a judge writes a verdict, a classifier gives a number."""
-
-    model: str = ""
-    """Folder of a saved HuggingFace model with its tokenizer, or hf:ORG/NAME, as for the policy."""
-    kind: Literal["judge", "classifier"] = "judge"
-    """A judge is a chat model. A classifier is a sequence classification, or a token classification that scores every
-    token."""
-    template: str = ""
-    """File of a judge, in TOML: the prompt and the form of the verdict. docs/rewards.md explains its keys."""
-    label: str = ""
-    """Label of a classifier whose logit is the score; a classifier with one label needs none."""
-    engines: Annotated[int, Ge(1)] = 1
-    """Number of vLLM engines of this model; their dtype and KV cache are those of the rollouts."""
-    tp: Annotated[int, Ge(1)] = 1
-    """Tensor-parallel size: devices of each engine."""
-    max_model_len: Annotated[int, Ge(1)] = 2048
-    """Longest question, with a judge's answer, in tokens. A longer one has no verdict."""
-    weight: Annotated[float, FINITE] = 1.0
-    """Weight of its verdict in the reward of combine_parts."""
-
-    def __post_init__(self):
-        check_types("models.NAME", self)
-
-    def check(self, name: str) -> None:
-        """Raise ValueError where the settings of the model called ``name`` do not fit each other."""
-        section = f"models.{name}"
-        if not self.model:
-            raise ValueError(f"{section}: no model was given; set --{section}.model to a folder or hf:ORG/NAME")
-        if self.kind == "judge" and not self.template:
-            raise ValueError(
-                f"{section}: a judge needs a file with its prompt and the form of its verdict; set "
-                f"--{section}.template, or --{section}.kind classifier"
-            )
-        if self.kind == "judge" and self.label:
-            raise ValueError(f"{section}: label={self.label!r} is of classifiers, and kind is judge; leave it out")
-        if self.kind == "classifier" and self.template:
-            raise ValueError(
-                f"{section}: template={self.template!r} is of judges, and kind is classifier, whose prompt comes from "
-                "its own chat template; leave it out"
-            )
-
-    @property
-    def devices(self) -> int:
-        """Number of devices of all engines."""
-        return self.engines * self.tp
 
 
 @dataclass(frozen=True)

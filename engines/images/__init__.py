@@ -1,1 +1,37 @@
-"""Images: the places of their tokens, their patches, and their split over ranks."""
+"""Images: the places of their tokens, their patches, and their split over ranks.
+
+What text needs of them is nothing, and these functions say so: for a model without vision they import no module of this
+package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from engines.batch.samples import Image
+    from engines.models.spec import ModelSpec
+    from engines.models.vision_spec import VisionSpec
+
+
+def make_columns(
+    sequences: Sequence[Sequence[int] | np.ndarray], images: Sequence[tuple[Image, ...]], vision: VisionSpec | None
+) -> dict:
+    """Make the columns of a ``TrainBatch`` that say where its images are, as ``make_image_columns``; none of text."""
+    if vision is None:
+        return {}
+    from engines.images.columns import make_image_columns
+
+    return make_image_columns(sequences, images, vision)
+
+
+def list_margins(model: ModelSpec) -> tuple[int, ...]:
+    """Return the tokens that may be part of an image's margin, as ``list_margin_tokens``; none of a model of text."""
+    if model.vision is None:
+        return ()
+    from engines.images.placeholders import list_margin_tokens
+
+    return list_margin_tokens(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from engines.batch.samples import Image
 
@@ -22,6 +22,8 @@ class Video(Image):
         frames: numbers of the shown frames, in ascending order. total: number of all frames.
         fps: frames per second.
     """
+
+    is_video: ClassVar[bool] = True
 
     frames: tuple[int, ...]
     total: int

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from engines.models.adapters import CONFIG, WEIGHTS
 from engines.validation import read_object
 
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
     from torch import Tensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
 _REFUSED += ("layers_to_transform", "layer_replication", "trainable_token_indices")
 _REFUSED += ("alora_invocation_tokens", "megatron_config")

@@ -17,6 +17,8 @@ from engines.models.weight import Way, Weight
 if TYPE_CHECKING:  # adapters are listed before anything takes the time to import torch
     from torch import Tensor
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of adapters, as PEFT names them."""
 GROUPS = {
     "attention": (
         "self_attention.linear_qkv",

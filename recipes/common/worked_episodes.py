@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Gt, Lt
 
-from engines.images.columns import make_image_columns
+from engines.images import make_columns
 from engines.models.vision_spec import VisionSpec
 from recipes.common.toys import ToyConfig
 from rlworker import TrainBatch, Trainer
@@ -91,7 +91,7 @@ def batch_worked_episodes(episodes: Sequence[Episode], vision: VisionSpec | None
         for segments in sequences
     ]
     images = [tuple(image for segment in segments for image in segment.images) for segments in sequences]
-    columns = make_image_columns([each.tolist() for each in ids], images, vision) if vision else {}
+    columns = make_columns([each.tolist() for each in ids], images, vision)
     return TrainBatch.from_ids(ids, sampled=said, **columns)
 
 

@@ -14,6 +14,7 @@ from engines.models.spec import ModelSpec
 from recipes.common.addition import make_data, make_model
 from recipes.common.toys import Toy, ToyConfig, run_toy
 from rlworker import AlgorithmConfig, DataConfig, MegatronConfig, OptimizerConfig, SftConfig, TrainBatch, VllmConfig
+from rlworker.data import make_image_reader
 from rlworker.data.examples import Example, read_examples, to_batch
 from rlworker.data.rows import load_tokenizer
 from rlworker.trainers.sft import train_supervised
@@ -45,11 +46,7 @@ def warm_up_on_answers(optimizer: dict, rows: int = 256) -> Callable[[DemoConfig
 
     def warm_up(config: DemoConfig, output: str) -> None:
         tokenizer, model = load_tokenizer(config.model), ModelSpec.from_folder(config.model)
-        image_reader = None
-        if model.vision:
-            from rlworker.data.images import build_image_reader
-
-            image_reader = build_image_reader(model, config.run_dir, config.image_memory_mb)
+        image_reader = make_image_reader(model, config.run_dir, config.image_memory_mb)
         answers = SftConfig(model=config.model, data=config.data, max_answer_tokens=config.rollout.max_new_tokens)
         examples, _ = read_examples(config.data.train, tokenizer, answers, model, image_reader)
         batches = draw_warm_up_batches(examples, model, config, rows)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Request, Sampling
-from engines.images.columns import make_image_columns
+from engines.images import make_columns
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from rlworker.checks.config import BisectConfig, CheckConfig
@@ -161,7 +161,7 @@ def read_rows(path: str, longest: int, model: ModelSpec) -> TrainBatch:
         sequences.append(ids)
     if not sequences:
         raise ValueError(f"bisect: --rows {path!r} has no line; leave it out to take the check's own sequences")
-    columns = make_image_columns(sequences, [()] * len(sequences), model.vision) if model.vision else {}
+    columns = make_columns(sequences, [()] * len(sequences), model.vision)
     return TrainBatch.from_ids(sequences, [1] * len(sequences), **columns)
 
 

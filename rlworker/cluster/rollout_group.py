@@ -15,7 +15,6 @@ from ray.exceptions import RayError
 from engines.batch.balance import balance_costs
 from engines.batch.samples import make_seed
 from engines.config import VllmConfig
-from engines.config.served import ServedModel
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.process_state import UNREACHED, is_lost
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engines.batch.samples import Completion, Request
+    from engines.config.served import ServedModel
     from engines.vllm.tools import ToolCalls
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from engines.config import MegatronConfig
-from engines.config.served import ClassifierSpec
 from engines.megatron.memory.activations import MicroBatch, get_itemsize
 from engines.megatron.memory.estimate import RankMemory, compute_rank_memory, list_parameters
 from engines.models.spec import ModelSpec
@@ -22,11 +21,12 @@ from rlworker.config.run import RunConfig
 from rlworker.config.sizes import count_batch_bytes
 
 if TYPE_CHECKING:
+    from engines.config.served import ClassifierSpec
     from rlworker.config.sft import SftConfig
 
     Config = RunConfig | SftConfig
 
-Served = Mapping[str, ModelSpec | ClassifierSpec]
+Served = Mapping[str, "ModelSpec | ClassifierSpec"]
 """Name of a served model -> its shape."""
 GB = 2**30
 _PROCESS = {"trainer": 0.5 * GB, "rollout": 1.7 * GB, "scorer": 0.2 * GB, "driver": 0.6 * GB, "ray": 0.6 * GB}

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.images import list_margins
 from engines.models.hf_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
@@ -82,10 +83,8 @@ def check_folder(model: ModelSpec) -> None:
     """Raise ValueError if a model's folder lacks its weights, or the settings of its image processor."""
     SafetensorsFolder(model.folder).check(model)
     if model.vision:
-        from engines.images.placeholders import list_margin_tokens
-
         _check_processor(model.folder)
-        list_margin_tokens(model)
+        list_margins(model)
 
 
 def _check_processor(folder: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
-from engines.images.columns import make_image_columns
+from engines.images import make_columns
 from engines.models.spec import ModelSpec
 from engines.models.vision_spec import VisionSpec
 from rlworker.config.sections import DataConfig
@@ -168,5 +168,5 @@ def to_batch(examples: list[Example], vision: VisionSpec | None = None) -> Train
         vision: description of a model that sees images; None for text.
     """
     ids = [example.ids for example in examples]
-    columns = make_image_columns(ids, [example.images for example in examples], vision) if vision else {}
+    columns = make_columns(ids, [example.images for example in examples], vision)
     return TrainBatch.from_ids(ids, sampled=[example.mark_learned() for example in examples], **columns)

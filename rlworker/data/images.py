@@ -1,6 +1,7 @@
 """Images and videos of rows: references to files, which the engines decode when they need them."""
 
 import hashlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from uuid import uuid4
 
 from engines.batch.samples import Image
 from engines.images.columns import find_image_blocks
-from engines.images.decoding import check_image, read_bytes
+from engines.images.decoding import check_image, decode_rgb, read_bytes
 from engines.images.placeholders import check_margins, place_frames, read_newlines
 from engines.images.processor import ImageProcessor
 from engines.images.video import Video
@@ -90,6 +91,16 @@ class ImageReader:
                 images.append(replace(self.opened[path], place=place))
                 self._check_memory(images)
         return tuple(images)
+
+    def read_shown(self, images: Sequence[Any], where: str, base: Path) -> tuple[Image, ...]:
+        """Return what an environment shows: paths, bytes, Pillow's images, and images and videos of a row.
+
+        Videos, which were read with their row, come last.
+        """
+        stills = [image for image in images if not isinstance(image, Video)]
+        named = [_name_image(image, f"{where}, image {number}") for number, image in enumerate(stills)]
+        videos = [image for image in images if isinstance(image, Video)]
+        return (*self.read_images(named, where, base), *videos)
 
     def _read_videos(
         self, sources: Sequence[Any], where: str, base: Path, images: tuple[Image, ...]
@@ -274,6 +285,21 @@ def _read_video(value: Any, place: str) -> dict[str, Any]:
     if "rate" in settings and "frames" in settings:
         raise ValueError(f"{place} has both rate and frames, which both choose the frames; remove one of the two")
     return settings
+
+
+def _name_image(image: Any, place: str) -> Any:
+    """Name an image as ``ImageReader.read_images`` takes it: by its bytes, or by its path."""
+    if isinstance(image, Image):
+        return image.path
+    if isinstance(image, str | Path):
+        return Path(image)  # not as text: the environment may write the next image to the same file
+    if isinstance(image, bytes):
+        return {"bytes": image}
+    if hasattr(image, "save"):  # Pillow's
+        buffer = io.BytesIO()
+        decode_rgb(image, "the image", place).save(buffer, format="PNG")
+        return {"bytes": buffer.getvalue()}
+    raise ValueError(f"{place} is a {type(image).__name__}, expected a path, bytes or a Pillow image")
 
 
 def build_image_reader(model: ModelSpec, run_dir: str, limit_mb: int) -> ImageReader:

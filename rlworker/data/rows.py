@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from engines.batch.samples import Image
-from engines.images.video import Video
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.bad_images import BadImage, BadRows
@@ -228,7 +227,7 @@ def read_rows(path: str, tokenizer, data: DataConfig, image_reader: "ImageReader
             bad.add(error)
             continue
         # What a row holds as bytes is on disk now: not every process that sees the row need hold it.
-        if paths := [image.path for image in row_images if not isinstance(image, Video)]:
+        if paths := [image.path for image in row_images if not image.is_video]:
             named: dict[str, Any] = {data.image_field: paths}
             source = source | named
         messages = _make_messages(source[data.prompt_field], data)

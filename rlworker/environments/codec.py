@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from engines.batch.samples import Image
-from engines.images.decoding import decode_rgb
-from engines.images.video import Video
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import ORDINARY, encode_after, encode_prompts
 from rlworker.environments.record import Segment
@@ -170,10 +167,7 @@ class Codec:
             return ()
         if not self.image_reader:
             raise ValueError("observe: got images for a model without vision; leave images out, or train a VLM")
-        stills = [image for image in images if not isinstance(image, Video)]
-        named = [_name_image(image, f"observe, image {number}") for number, image in enumerate(stills)]
-        videos = [image for image in images if isinstance(image, Video)]  # those of a row, which were read with it
-        return (*self.image_reader.read_images(named, "observe", Path.cwd()), *videos)
+        return self.image_reader.read_shown(images, "observe", Path.cwd())
 
 
 def list_messages(content: Content) -> list[Mapping[str, Any]]:
@@ -222,18 +216,3 @@ def _mend_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _name_image(image: Any, place: str) -> Any:
-    """Name an image as ``ImageReader.read_images`` takes it: by its bytes, or by its path."""
-    if isinstance(image, Image):
-        return image.path
-    if isinstance(image, str | Path):
-        return Path(image)  # not as text: the environment may write the next image to the same file
-    if isinstance(image, bytes):
-        return {"bytes": image}
-    if hasattr(image, "save"):  # Pillow's
-        buffer = io.BytesIO()
-        decode_rgb(image, "the image", place).save(buffer, format="PNG")
-        return {"bytes": buffer.getvalue()}
-    raise ValueError(f"{place} is a {type(image).__name__}, expected a path, bytes or a Pillow image")

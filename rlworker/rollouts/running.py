@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from engines.models.spec import ModelSpec
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
+from rlworker.data import make_image_reader
 from rlworker.data.rows import Rows, list_stop_tokens, load_tokenizer
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
@@ -52,11 +53,7 @@ def make_codec(config: RunConfig, model: ModelSpec) -> Codec:
     """
     tokenizer = load_tokenizer(model.folder, config.data.chat_template_args)
     ends = () if config.rollout.ignore_eos else list_stop_tokens(model.folder, tokenizer, model.vocab)
-    image_reader = None
-    if model.vision:
-        from rlworker.data.images import build_image_reader
-
-        image_reader = build_image_reader(model, config.run_dir, config.image_memory_mb)
+    image_reader = make_image_reader(model, config.run_dir, config.image_memory_mb)
     return Codec(tokenizer, ends, image_reader, config.data, model.vocab, config.rollout.stop)
 
 

@@ -12,6 +12,7 @@ import torch
 from engines.batch.batch import TrainBatch
 from engines.batch.places import drop_firsts
 from engines.batch.samples import Completion, Sampling
+from engines.images import make_columns
 from hardware.megatron.form import NO_ROUTE
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
@@ -111,10 +112,8 @@ def batch_groups(groups: Sequence[TrajectoryGroup], vision: VisionSpec | None = 
     tensors: dict[str, Any] = {name: torch.from_numpy(column) for name, column in columns.items()}
     tensors |= {name: torch.from_numpy(drop_firsts(column, sizes)) for name, column in targets.items()}
     if vision:
-        from engines.images.columns import make_image_columns  # a model of text alone loads nothing of images
-
         images = [tuple(image for segment in sequence for image in segment.images) for sequence in sequences]
-        tensors |= make_image_columns(np.split(token_ids, np.cumsum(sizes)[:-1]), images, vision)
+        tensors |= make_columns(np.split(token_ids, np.cumsum(sizes)[:-1]), images, vision)
     return TrainBatch.from_stream(token_ids, sizes, sampled, **tensors)
 
 

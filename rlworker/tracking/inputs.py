@@ -1,16 +1,17 @@
 """Digests of a run's inputs, by which --resume notices that rows or a model have changed since the run began."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from engines.config.served import ClassifierSpec, ServedModel
-from engines.models.adapter_folder import CONFIG, WEIGHTS
+from engines.models.adapters import CONFIG, WEIGHTS
 from engines.models.hf_folder import list_model_files
 from engines.models.hub import PREFIX, find_model, name_snapshot
 from engines.models.spec import ModelSpec
@@ -18,6 +19,9 @@ from rlworker.config.sections import DataConfig
 from rlworker.data.sources import iterate_rows, list_files
 from rlworker.tracking.digests import FileDigest, digest_file, digest_files
 from rlworker.tracking.step_lines import write_whole
+
+if TYPE_CHECKING:
+    from engines.config.served import ClassifierSpec, ServedModel
 
 Digests = dict[str, dict[str, str]]
 """Name of an input ("actor", "data.train") -> part of it, mostly a file -> digest of the part."""

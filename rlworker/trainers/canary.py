@@ -8,6 +8,7 @@ import numpy as np
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Sampling
 from engines.batch.shard import get_logprobs
+from engines.images import list_margins, make_columns
 from engines.models.spec import ModelSpec
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.data.rows import Row
@@ -70,11 +71,7 @@ class Canary:
         texts = [row.prompt_ids for row in self._cut_floor_texts()]
         if not texts:
             return None
-        columns = {}
-        if self.model.vision:
-            from engines.images.columns import make_image_columns
-
-            columns = make_image_columns(texts, [()] * len(texts), self.model.vision)
+        columns = make_columns(texts, [()] * len(texts), self.model.vision)
         batch = TrainBatch.from_ids(texts, [1] * len(texts), **columns)
         ranks = self.actor.run("engines.probes.megatron:measure_rounding", batch)
         return next(mean for mean in ranks if mean is not None)
@@ -85,11 +82,7 @@ class Canary:
 
     def _list_prompts(self) -> list[tuple[int, ...]]:
         """List the prompts' ids without those of images, which stand in no text."""
-        special = {*self.model.banned_tokens}
-        if self.model.vision:
-            from engines.images.placeholders import list_margin_tokens
-
-            special |= {*list_margin_tokens(self.model)}
+        special = {*self.model.banned_tokens, *list_margins(self.model)}
         return [tuple(token for token in row.prompt_ids if token not in special) for row in self.rows]
 
     def _compare(self, rows: Sequence[Row], scores_prompt: bool) -> dict[str, float]:

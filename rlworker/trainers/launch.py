@@ -21,6 +21,7 @@ from rlworker.data.rows import check_rows, read_ends
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG
 from rlworker.environments.processes.trial import try_rewards
 from rlworker.environments.reward import Environment, Scorer, make_environment
+from rlworker.rollouts.scoring import check_served
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start
@@ -138,11 +139,7 @@ def check_run(config: RunConfig | SftConfig) -> RunFolder:
     folder.check(config)
     models = config.check_models(folder.inputs.find_model)
     read_ends(models["actor"].folder, models["actor"].vocab)
-    served = {}
-    if isinstance(config, RunConfig) and config.models:
-        from rlworker.rollouts.scoring.group import check_served
-
-        served = check_served(config, folder.inputs.find_model)
+    served = check_served(config, folder.inputs.find_model) if isinstance(config, RunConfig) else {}
     _warn_of_memory(config, models, {name: each.spec for name, each in served.items()})
     check_trackers(config.trackers)
     config.choose_metric()  # refused here where it cannot be

@@ -28,7 +28,7 @@ from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
 from rlworker.rollouts.running import make_codec, read_sources, running_loop, set_limits
-from rlworker.rollouts.scoring.group import check_served, start_groups
+from rlworker.rollouts.scoring import check_served, start_groups
 from rlworker.rollouts.support import replay_support
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import RL_LINE, StepClock

@@ -17,6 +17,7 @@ from rlworker.cluster.workers import Role, TrainWorker
 from rlworker.config.model_checks import check_trainable
 from rlworker.config.sft import SftConfig
 from rlworker.config.validation import name_set
+from rlworker.data import make_image_reader
 from rlworker.data.examples import Example, read_examples, to_batch
 from rlworker.data.rows import load_tokenizer, pick_rows
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
@@ -55,11 +56,8 @@ class SftTrainer(Run[SftConfig]):
         self.score = Score(config.choose_metric(), -1)
         self.model = config.check_models(self.folder.inputs.find_model)["actor"]
         self.tokenizer = load_tokenizer(self.model.folder, config.data.chat_template_args)
-        image_reader, sets = None, config.data.heldouts
-        if self.model.vision:
-            from rlworker.data.images import build_image_reader
-
-            image_reader = build_image_reader(self.model, config.run_dir, config.actor.image_memory_mb)
+        image_reader = make_image_reader(self.model, config.run_dir, config.actor.image_memory_mb)
+        sets = config.data.heldouts
         read = partial(
             read_examples, tokenizer=self.tokenizer, config=config, model=self.model, image_reader=image_reader
         )

@@ -1,14 +1,19 @@
 """Colocation: trainers and rollout engines on the same devices, one after the other."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engines.interfaces import OffloadPart, Tag
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.workers import RolloutWorker, TrainWorker
-from rlworker.rollouts.scoring.group import ScoringGroup
+
+if TYPE_CHECKING:
+    from rlworker.rollouts.scoring.group import ScoringGroup
 
 OFFLOAD_PARTS: tuple[OffloadPart, ...] = ("weights", "gradients", "optimizer")
 

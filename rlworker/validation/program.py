@@ -29,7 +29,7 @@ from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import describe_trajectory
 from rlworker.rollouts.running import make_codec, running_loop, set_limits
-from rlworker.rollouts.scoring.group import check_served, start_groups
+from rlworker.rollouts.scoring import check_served, start_groups
 from rlworker.tracking.log import format_table
 from rlworker.tracking.provenance import collect_provenance
 from rlworker.tracking.terminal import LOGGER, log_start

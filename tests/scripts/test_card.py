@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.large
 def test_a_step_beside_its_plan_and_its_run_in_shapes(tmp_path):
-    command = [sys.executable, "-m", "scripts.forecast.card", "--tiny", "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, "-m", "scripts.simulate.card", "--tiny", "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]

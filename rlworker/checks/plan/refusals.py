@@ -9,6 +9,7 @@ from rlworker.config.memory import Served
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.rows import read_ends
+from rlworker.rollouts.scoring import check_served
 
 Config = RunConfig | SftConfig
 
@@ -26,11 +27,7 @@ def check_start(config: Config) -> tuple[dict[str, ModelSpec], Served]:
     find = partial(find_model, files=["config.json"])
     models = config.check_models(find, is_whole=False)
     read_ends(models["actor"].folder, models["actor"].vocab)
-    if not isinstance(config, RunConfig) or not config.models:
-        return models, {}
-    from rlworker.rollouts.scoring.group import check_served
-
-    served = check_served(config, find, is_whole=False)
+    served = check_served(config, find, is_whole=False) if isinstance(config, RunConfig) else {}
     return models, {name: each.spec for name, each in served.items()}
 
 

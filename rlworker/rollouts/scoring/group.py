@@ -63,7 +63,7 @@ def make_engine_config(model: ServedModel, config: RunConfig) -> VllmConfig:
     return VllmConfig(**sizes, **shared)
 
 
-def check_served(config: RunConfig, find: FindModel, is_whole: bool = True) -> dict[str, ServedModel]:
+def read_served(config: RunConfig, find: FindModel, is_whole: bool = True) -> dict[str, ServedModel]:
     """Read the served models of a run, by name, and check that their engines can hold them.
 
     Args:
@@ -99,18 +99,3 @@ def check_served(config: RunConfig, find: FindModel, is_whole: bool = True) -> d
             text = str(error)
             raise ValueError(text if text.startswith("models.") else f"models.{name}: {text}") from None
     return served
-
-
-def start_groups(
-    served: Mapping[str, ServedModel],
-    config: RunConfig,
-    start: Callable[[ScoringGroup], ScoringGroup],
-    list_ranks: Callable[[], Sequence[DeviceSlot]] | None = None,
-) -> dict[str, ScoringGroup]:
-    """Start the engines of served models, by name; those with devices of their own begin to load.
-
-    Args:
-        start: registers a group with the run. list_ranks: as of ``Rollouts``.
-    """
-    groups = {name: start(ScoringGroup(model, config, list_ranks)) for name, model in served.items()}
-    return groups if list_ranks else {name: group.begin() for name, group in groups.items()}

@@ -15,7 +15,7 @@ from rlworker.checks.plan.work import Work, count_forward, count_optimizer, coun
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
-from scripts.forecast import card
+from scripts.simulate import card
 
 QWEN_05B = {"model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864}
 QWEN_05B |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1e6}

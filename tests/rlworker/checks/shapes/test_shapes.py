@@ -27,7 +27,7 @@ from rlworker.checks.shapes.images import find_grid
 from rlworker.checks.shapes.run import choose_ranks, describe_counts, list_cases, plan_case, plan_rank, run_cases
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
-from scripts.forecast import card
+from scripts.simulate import card
 
 TINY = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1001, "rope_theta": 1e6}

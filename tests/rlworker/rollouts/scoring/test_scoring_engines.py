@@ -73,7 +73,7 @@ def serve(cluster):
     from contextlib import ExitStack
 
     from engines.models.hub import find_model
-    from rlworker.rollouts.scoring.group import check_served, start_groups
+    from rlworker.rollouts.scoring import check_served, start_groups
 
     with ExitStack() as running:
 
@@ -370,7 +370,7 @@ def test_a_colocated_run_and_one_ahead_ask_as_well(finished, config, tmp_path):
 @pytest.mark.large
 def test_a_run_goes_on_with_the_same_models_alone(finished, config, make_classifier, write_form, tmp_path):
     from engines.models.hub import find_model
-    from rlworker.rollouts.scoring.group import check_served
+    from rlworker.rollouts.scoring import check_served
     from rlworker.tracking.inputs import Inputs
 
     moved = tmp_path / "moved"

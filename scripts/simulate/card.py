@@ -1,6 +1,6 @@
 """Measure steps of real sizes on one device, beside their plan, their run in shapes and their forecast.
 
-    python -m scripts.forecast.card --platform cuda [--cases 0.5B 3B ...] [--machine h100] [--json FILE]
+    python -m scripts.simulate.card --platform cuda [--cases 0.5B 3B ...] [--machine h100] [--json FILE]
 
 It needs what scripts/device_check.py needs, and no folder: weights are drawn. Each case is a rank of its own in bf16,
 with sequences of 1,024 tokens of which a quarter is not scored; a case takes up to 65 GB. Bytes are those of the second

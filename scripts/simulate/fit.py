@@ -1,7 +1,7 @@
 """Measure CPU-seconds of steps beside their forecast, fit the machine "cpu", and try the changes that a forecast names.
 
-    python -m scripts.forecast.fit [--cases small medium ...] [--steps 6] [--json FILE]
-    python -m scripts.forecast.fit --measured FILE
+    python -m scripts.simulate.fit [--cases small medium ...] [--steps 6] [--json FILE]
+    python -m scripts.simulate.fit --measured FILE
 
 Each case is a run of the real engines. The first two fit the machine; the others, which differ in sizes, in shared
 prompts, in TP2, PP2 and staleness 1, are forecast with what was fitted. CPU-seconds are medians over the steps but the
@@ -25,7 +25,7 @@ import psutil
 
 from hardware.platforms import DEFAULT_PLATFORM
 from scripts.bench.timing import make_parser, write_figures
-from scripts.forecast.probes import probe_layer, probe_link, probe_products
+from scripts.simulate.probes import probe_layer, probe_link, probe_products
 
 
 @dataclass(frozen=True)
