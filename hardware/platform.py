@@ -176,9 +176,13 @@ class Platform(Protocol):
     ways_from_all_ranks: tuple[str, ...] = ()
     """Ways of weights to rollout engines in which every training rank hands over all weights, and not one for all."""
 
-    def load(self, part: str) -> Any:
-        """Import a module of the platform's package on first use: settings are checked without torch and Megatron."""
-        return import_module(f"{self.room}.{part}")
+    def load(self, part: str, room: str = "") -> Any:
+        """Import a module of the platform's package on first use: settings are checked without torch and Megatron.
+
+        Args:
+            room: another package of hardware.
+        """
+        return import_module(f"{room or self.room}.{part}")
 
     @abstractmethod
     def init_process(self, local_rank: int) -> torch.device:

@@ -208,16 +208,9 @@ def main() -> None:
         sys.exit(f"error: {error}")
     parts: dict[str, Any] = {}
     if config.shuffle_rewards:
-        from recipes.common.toys import shuffle_advantage, shuffle_teacher
-        from rlworker.algorithms.distillation import reverse_kl
-        from rlworker.algorithms.objective import configure_advantage
+        from recipes.common.toys import make_control
 
-        if config.distill.top_k:
-            parts["loss"] = shuffle_teacher(reverse_kl)
-        elif config.algorithm.distills:
-            sys.exit("error: shuffle_rewards: distill learns from no reward; set --distill.top-k, or leave it out")
-        else:
-            parts["advantage"] = shuffle_advantage(configure_advantage(config))
+        parts = make_control(config)
     launch(config, one_turn(reward, find_answer), **parts)
 
 

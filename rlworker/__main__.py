@@ -9,20 +9,19 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import tyro
 from tyro.conf import Positional
 
-from engines.models.hub import find_model
-from hardware.platforms import get_platform
 from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
+from rlworker.tracking.report.compare import write_comparison
+from rlworker.tracking.report.page import write_report
 
 if TYPE_CHECKING:
     from rlworker.checks.trainer import Finding
@@ -34,8 +33,6 @@ def report(run: Positional[Path]) -> None:
     Args:
         run: Folder of the run.
     """
-    from rlworker.tracking.report.page import write_report
-
     print(write_report(run))
 
 
@@ -46,8 +43,6 @@ def compare(runs: Positional[tuple[Path, ...]], output: Path | None = None) -> N
         runs: Folders of two runs or more.
         output: File of the page; left out, compare.html in the folder of the first run.
     """
-    from rlworker.tracking.report.compare import write_comparison
-
     print(write_comparison(runs, output))
 
 
@@ -57,19 +52,8 @@ def check(config: CheckConfig) -> None:
     Args:
         config: Settings of the check.
     """
-    from rlworker.checks.check import run_check
-    from rlworker.checks.self_test import run_self_test
-    from rlworker.checks.tiny.models import make_tiny_model
-
-    with TemporaryDirectory(prefix="rlworker-check-") as folder:
-        tell = _make_teller()
-        if config.self_test:
-            findings = run_self_test(replace(config, self_test=False), folder, tell)
-        else:
-            head_dims = get_platform(config.platform).rollout_head_dims
-            model = find_model(config.model) or make_tiny_model(folder, config.tiny, head_dims)
-            findings = run_check(replace(config, model=model, tiny="qwen2"), tell)
-    _print_findings(findings, config.json)
+    _, self_test, _ = _import_checks()
+    _print_findings(self_test.check_machine(config, _make_teller()), config.json)
 
 
 def plan(arguments: Positional[tuple[str, ...]] = ()) -> None:
@@ -151,9 +135,15 @@ def bisect(config: BisectConfig) -> None:
     Args:
         config: Settings of the comparison.
     """
-    from rlworker.checks.bisect import run_bisect
+    comparison, *_ = _import_checks()
+    _print_findings(comparison.run_bisect(config, _make_teller()), config.json)
 
-    _print_findings(run_bisect(config, _make_teller()), config.json)
+
+def _import_checks():
+    """Import what starts engines and compares them, which takes seconds; other commands do without."""
+    from rlworker.checks import bisect, self_test, trainer
+
+    return bisect, self_test, trainer
 
 
 def _make_teller() -> Callable[[str], None]:
@@ -164,9 +154,11 @@ def _make_teller() -> Callable[[str], None]:
 
 def _print_findings(findings: "Sequence[Finding]", as_json: bool) -> None:
     """Print findings as a table or as JSON, and end the program with status 1 where one of them failed."""
-    from rlworker.checks.device.report import format_table
-
-    print(json.dumps([asdict(finding) for finding in findings], indent=1) if as_json else format_table(findings))
+    *_, trainer = _import_checks()
+    text = (
+        json.dumps([asdict(finding) for finding in findings], indent=1) if as_json else trainer.format_table(findings)
+    )
+    print(text)
     sys.exit(any(finding.outcome == "FAILED" for finding in findings))
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from engines.config.lora import LoraConfig
+from engines.config.passed import check_passed
 from engines.models.spec import ModelSpec
 from engines.models.weight import Part, Way
 from engines.validation import FINITE, PassThrough, check_types
@@ -138,10 +139,7 @@ class MegatronConfig:
                 f"{name}={getattr(self, name)} contradicts; leave --actor.lora.rank out, or set {undone}, which takes "
                 "back what a recipe sets"
             )
-        if self.megatron:
-            from engines.pass_through import check_pass_through
-
-            check_pass_through("megatron", self.megatron)
+        check_passed("megatron", self.megatron)
         for name in self.router_losses:
             value = self.megatron[name]
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from engines.config.passed import check_passed
 from engines.models.spec import ModelSpec
 from engines.validation import FINITE, PassThrough, check_numbers, check_types
 from hardware.attention.rollouts import check_rollout_override
@@ -117,10 +118,7 @@ class VllmConfig(SamplingConfig):
                 "rollout: --rollout.vllm may not set pipeline_parallel_size: on a CPU vLLM starts with it and fails at "
                 "the first request, and elsewhere no devices are set aside for it; set --rollout.tp"
             )
-        if self.vllm:
-            from engines.pass_through import check_pass_through
-
-            check_pass_through("vllm", self.vllm)
+        check_passed("vllm", self.vllm)
         if self.spreads_experts and self.tp == 1:
             raise ValueError(
                 "rollout: --rollout.vllm enable_expert_parallel shares out experts over the devices of an engine, "

@@ -73,10 +73,9 @@ class CpuPlatform(Platform):
     def init_process(self, local_rank: int):
         import torch
 
-        from hardware.megatron.shims import CPU, install
-
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        install(CPU)
+        shims = self.load("shims", "hardware.megatron")
+        shims.install(shims.CPU)
         return torch.device("cpu")
 
     def explain_slow(self, dtype: str) -> str:
@@ -125,6 +124,5 @@ class CpuPlatform(Platform):
         return (HOST, "gloo") if SENDERS.is_there else (HOST,)
 
     def make_trainer_info(self, way, rank, world_size, address, chunk, largest):
-        from hardware.cpu.weight_transfer import GlooTrainerInitInfo
-
-        return GlooTrainerInitInfo(*address, world_size, rank=rank, packed_buffer_size_bytes=chunk)
+        make_info = self.load("weight_transfer", CpuPlatform.room).GlooTrainerInitInfo
+        return make_info(*address, world_size, rank=rank, packed_buffer_size_bytes=chunk)

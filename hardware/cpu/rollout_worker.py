@@ -5,6 +5,7 @@ later build a model of another kind, so each worker first undoes the patches of 
 another: vLLM mixes its extension into a worker's class and refuses a class that has it already.
 """
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ _REPLACED_LAYER = "QwenGatedDeltaNetAttention"
 """vLLM's layer with a state, by the name under which its registry has one in its place."""
 
 
+def _load(part: str) -> Any:
+    """Import a module of this package: a model loads nothing of what other models need."""
+    return import_module(f"{__package__}.{part}")
+
+
 class RecordsRoutes:
     """Methods of a worker that records routes."""
 
@@ -28,9 +34,7 @@ class RecordsRoutes:
 
     def record_routes(self, layers: int, chosen: int) -> None:
         """Record from now on, as ``RouteRecorder``."""
-        from hardware.cpu.routes import RouteRecorder  # models without experts load nothing of it
-
-        self._routes = RouteRecorder(self.model_runner, layers, chosen)
+        self._routes = _load("routes").RouteRecorder(self.model_runner, layers, chosen)
 
     def take_routes(self, names: list[str]) -> dict[tuple[str, int], np.ndarray]:
         """Return and forget the experts of the samples of some requests, as ``RouteRecorder.take``."""
@@ -51,10 +55,8 @@ class ImageRuleWorker(RecordsRoutes, CPUWorker):
     """Lets the tokens of an image see each other."""
 
     def init_device(self) -> None:
-        from hardware.cpu import image_rule  # models of text alone load nothing of it
-
         _undo_patches()
-        image_rule.install()
+        _load("image_rule").install()
         _install_experts(self)
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
@@ -64,10 +66,8 @@ class StateRuleWorker(RecordsRoutes, CPUWorker):
     """Computes layers with a state in any dtype."""
 
     def init_device(self) -> None:
-        from hardware.cpu import state_rule  # other models load nothing of it
-
         _undo_patches()
-        state_rule.install()
+        _load("state_rule").install()
         _install_experts(self)
         super().init_device()
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler)
@@ -82,6 +82,4 @@ def _undo_patches() -> None:
 
 def _install_experts(worker: CPUWorker) -> None:
     if worker.parallel_config.enable_expert_parallel:
-        from hardware.cpu import rollout_experts  # engines without experts load nothing of it
-
-        rollout_experts.install()
+        _load("rollout_experts").install()

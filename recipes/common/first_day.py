@@ -26,7 +26,7 @@ from typing import Any
 from hardware.platform import Platform
 from hardware.platforms import PLATFORMS, get_platform
 from recipes.common.addition import make_data, make_model
-from rlworker.checks.device.speed import PEAK_TFLOPS
+from rlworker.checks.device.report import PEAK_TFLOPS
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--prompts-per-step", "8", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "16")

@@ -17,6 +17,7 @@ from engines.interfaces import LossFn
 from hardware.platform import describe
 from hardware.platforms import get_platform
 from rlworker import DataConfig, RunConfig, TrainBatch, Trainer, advantages, exact_match, launch, parse_config
+from rlworker.algorithms.distillation import reverse_kl
 from rlworker.algorithms.objective import configure_advantage
 from rlworker.cluster.ray import running_ray
 from rlworker.tracking.log import read_metrics
@@ -93,6 +94,16 @@ def shuffle_teacher(loss: LossFn) -> LossFn:
         return loss(outputs, replace(batch, ref_top_logprobs=shuffled))
 
     return shuffled_loss
+
+
+def make_control(config: RunConfig) -> dict[str, Any]:
+    """Make the arguments of ``Trainer`` by which a run is its own control: it learns from shuffled rewards, or from a
+    shuffled teacher."""
+    if config.distill.top_k:
+        return {"loss": shuffle_teacher(reverse_kl)}
+    if config.algorithm.distills:
+        sys.exit("error: shuffle_rewards: distill learns from no reward; set --distill.top-k, or leave it out")
+    return {"advantage": shuffle_advantage(configure_advantage(config))}
 
 
 def summarise(config: ToyConfig, wall_seconds: float, warm_up_seconds: float) -> dict:

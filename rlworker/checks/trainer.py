@@ -5,7 +5,7 @@ Nothing here needs Ray or a rollout engine: ``rlworker check`` runs these checks
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -75,6 +75,16 @@ class Finding:
     outcome: Literal["ok", "FAILED", "refused"]
     text: str
     evidence: str
+
+
+def format_table(findings: Iterable[Finding]) -> str:
+    """Format findings as a table, one row each."""
+    rows = [("check", "where", "outcome", "evidence", "found")]
+    rows += [(f.check, f.where, f.outcome, f.evidence, f.text) for f in findings]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths)), text]) for *cells, text in rows
+    )
 
 
 @dataclass(frozen=True)

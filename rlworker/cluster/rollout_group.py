@@ -149,9 +149,6 @@ class Rollouts:
         Raises:
             ValueError: vLLM has no parser of that name.
         """
-        from engines.vllm.tools import check_tool_parser
-
-        check_tool_parser(parser)
         return self._ask(RolloutWorker.parse_tools, {0: (texts, parser, tools)})[0]
 
     def call(self, method: Callable[Concatenate[RolloutWorker, P], R], *args: P.args, **keywords: P.kwargs) -> list[R]:

@@ -23,7 +23,7 @@ from rlworker.cluster.transport import BUCKET_BYTES, find_receivers
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
-from rlworker.tracking.digests import FileDigest, digest_files
+from rlworker.tracking.digests import FileDigest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,16 +204,9 @@ def save_groups(groups: Sequence[WorkerGroup], folder: Path) -> dict[str, FileDi
         for name, of_ranks in zip((group.name, hf), saved, strict=True):
             digests |= {f"{name}/{file}": digest for part in of_ranks for file, digest in part.items()}
         if group.name == "actor" and group.role.config.lora.rank:
-            parts = group.run(f"{__name__}:_save_adapters", str(folder / "adapter"))
+            parts = group.call(TrainWorker.save_adapters, str(folder / "adapter"))
             digests |= {f"adapter/{file}": digest for part in parts for file, digest in part.items()}
     return digests
-
-
-def _save_adapters(engine: Any, folder: str) -> dict[str, FileDigest]:
-    """Write an engine's adapters on a rank; returns file name -> digest of the files that it wrote."""
-    from engines.megatron.adapters import save_adapters
-
-    return digest_files(folder, save_adapters(engine, folder))
 
 
 class StartingGroup:

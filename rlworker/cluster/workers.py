@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from engines.config import MegatronConfig, VllmConfig
+from engines.models.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import DeviceSlot, find_interfaces
@@ -114,32 +115,32 @@ class TrainWorker(_Worker):
             return
         with pausing_collection():
             self.device = self.platform.init_process(self.rank)
-            import engines.megatron.engine  # noqa: F401
+            _import_megatron()
         self.is_prepared = True
 
     def find_address(self) -> str:
         """Listen for the other ranks, and return ``host:port``. The port stays open in this process from here on."""
-        from engines.megatron.groups import open_store
-
+        _, groups = _import_megatron()
         host = ray.util.get_node_ip_address()
-        self.store = open_store(host, 0, listen=True)
+        self.store = groups.open_store(host, 0, listen=True)
         return f"{host}:{self.store.port}"
 
     def start(self, address: str, roles: tuple[Role, ...], seed: int) -> dict:
         """Join the other ranks and build the models; returns this rank's ``dp_rank`` and ``is_leader``."""
-        from engines.megatron.adapters import BaseView
-        from engines.megatron.engine import MegatronEngine
-        from engines.megatron.groups import init_distributed
-
+        engines, groups = _import_megatron()
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
         with pausing_collection():
-            init_distributed(self.platform, roles[0].config, self.rank, address, seed, self.__dict__.pop("store", None))
+            store = self.__dict__.pop("store", None)
+            groups.init_distributed(self.platform, roles[0].config, self.rank, address, seed, store)
             for role in roles:
                 where = role.model.move_here(), role.config, self.platform, self.device
                 uses: dict[str, Any] = dict(temperature=role.temperature, trainable=role.trainable)
                 uses |= {"cpu_offload": role.cpu_offload, "base": self.engines["actor"] if role.shares_base else None}
-                engine: Any = BaseView(self.engines["actor"]) if role.is_view else MegatronEngine(*where, **uses)
+                if role.is_view:
+                    engine: Any = _import_adapters().BaseView(self.engines["actor"])
+                else:
+                    engine = engines.MegatronEngine(*where, **uses)
                 self.engines[role.name] = engine
         return {"dp_rank": engine.dp_rank, "is_leader": engine.is_leader}
 
@@ -149,15 +150,14 @@ class TrainWorker(_Worker):
         Raises:
             RuntimeError: a fault was planted into this process, so that it must not be used again.
         """
-        from engines.megatron.groups import leave_distributed
-
+        _, groups = _import_megatron()
         _refuse_planted("rank")
         self.sender.close()
         self.sender = WeightSender(self.platform)
         self.engines.clear()
         gc.unfreeze()  # an engine is a cycle, and was left out of collections when it had been built
         gc.collect()
-        leave_distributed()
+        groups.leave_distributed()
 
     def _use(self, role: str) -> TrainEngine:
         self._note_work()
@@ -198,10 +198,12 @@ class TrainWorker(_Worker):
         Returns:
             file name -> digest, on the rank that wrote the files; empty on the others.
         """
-        from engines.models.hf_folder import save_hf_folder
-
         engine = self._use(role)
         return digest_files(folder, save_hf_folder(engine.export_weights(), engine.model, folder, shard_bytes))
+
+    def save_adapters(self, role: str, folder: str) -> dict[str, FileDigest]:
+        """Write the adapters as PEFT does; returns file name -> digest on the rank that wrote the files."""
+        return digest_files(folder, _import_adapters().save_adapters(self._use(role), folder))
 
     def digest_files(self, folder: str, names: list[str]) -> dict[str, FileDigest]:
         return digest_files(folder, names)
@@ -233,23 +235,21 @@ class RolloutWorker(WeightReceiver, _Worker):
         """Import the engine's packages, which takes longer than the rest of a start."""
         warnings.filterwarnings("ignore")
         with pausing_collection():
-            import engines.vllm.engine  # noqa: F401
+            _import_vllm()
 
     def start(self, model: ModelSpec, config: VllmConfig) -> None:
-        from engines.vllm.loop import EngineLoop
-        from engines.vllm.update import UpdateLimit
-
+        _, loop, update = _import_vllm()
         with pausing_collection():
             gc.freeze()  # vLLM collects five times of its own while it starts
             cache_mb = config.kv_cache_mb or self.platform.rollout_kv_cache_mb
-            self.loop = EngineLoop(partial(self.build_engine, model.move_here(), replace(config, kv_cache_mb=cache_mb)))
-            self._update_limit, self._open_at_update = UpdateLimit(), 0
+            build = partial(self.build_engine, model.move_here(), replace(config, kv_cache_mb=cache_mb))
+            self.loop = loop.EngineLoop(build)
+            self._update_limit, self._open_at_update = update.UpdateLimit(), 0
 
     def build_engine(self, model: ModelSpec, config: VllmConfig) -> Any:
         """Build the engine, on the thread of ``loop``."""
-        from engines.vllm.engine import VllmEngine
-
-        return VllmEngine(model, config, self.platform, self.takes_turns)
+        engine, *_ = _import_vllm()
+        return engine.VllmEngine(model, config, self.platform, self.takes_turns)
 
     @property
     def engine(self) -> RolloutEngine:
@@ -323,6 +323,27 @@ class RolloutWorker(WeightReceiver, _Worker):
     def run(self, function: str, *args):
         """Call ``function(engine, *args)``, where ``function`` is ``module:function``."""
         return self.loop.call(_named(function), self.engine, *args)
+
+
+def _import_megatron():
+    """Import what a training rank computes by; torch then takes the variables of the platform."""
+    from engines.megatron import engine, groups
+
+    return engine, groups
+
+
+def _import_adapters():
+    """Import what only an actor with adapters needs."""
+    from engines.megatron import adapters
+
+    return adapters
+
+
+def _import_vllm():
+    """Import what a rollout engine samples by; vLLM then takes the variables of the platform."""
+    from engines.vllm import engine, loop, update
+
+    return engine, loop, update
 
 
 def _refuse_planted(who: str) -> None:

@@ -45,9 +45,7 @@ def parse_config(
     default = _add_models(default, args)
     own = {*(option("config", key) for key in flatten_config(default)), *switches.values()}
     if unknown := _list_unknown(args, own):
-        from rlworker.config.help.other_names import refuse_other_names
-
-        refuse_other_names(unknown, own)
+        _import_help().refuse_other_names(unknown, own)
     if ("--evaluate", "evaluate") in unknown and isinstance(default, TrainingConfig):
         sys.exit(
             "error: --evaluate: a recipe of supervised training has no reward to evaluate by; evaluate its checkpoint "
@@ -62,12 +60,17 @@ def parse_config(
             sys.exit(f"error: {error}")
     parse = partial(tyro.cli, description=description, prog=prog)
     if help_options := {"-h", "--help"} & {*args}:
-        from rlworker.config.help.sections import show_help
-
         if isinstance(default, RunConfig) and not default.models:
             default = replace(default, models={"NAME": ServedModelConfig()})
-        show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
+        _import_help().show_help(parse, default, args[args.index(help_options.pop()) + 1 :])
     return parse(type(default), default=default, args=args)
+
+
+def _import_help():
+    """Import what only a command line needs that asks for help, or is wrong."""
+    from rlworker.config import help
+
+    return help
 
 
 def _add_models(default: Config, args: Sequence[str]) -> Config:

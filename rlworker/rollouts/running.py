@@ -19,6 +19,7 @@ from rlworker.environments.reward import Environment
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.manager import STREAM
 from rlworker.rollouts.scoring.questions import LendFn, QuestionQueue
+from rlworker.rollouts.turn_queue import TurnQueue
 from rlworker.tracking.terminal import log_start
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ def running_loop(
 
         queue = RequestQueue(rollouts, (config.seed, 0, STREAM))
     else:
-        from rlworker.rollouts.turn_queue import TurnQueue
-
         queue = TurnQueue(rollouts)
     with RolloutLoop(environment, pool, rollouts, queue, codec, config.environment.default_reward, questions) as loop:
         yield loop

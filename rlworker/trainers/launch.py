@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import rlworker
 from hardware.platforms import get_platform
 from hardware.vllm_versions import check_vllm
 from rlworker.cluster.placement import ResourceRequest, check_room
@@ -117,9 +118,7 @@ def launch_supervised(config: SftConfig, **parts: Any) -> dict[str, float]:
                 LOGGER.info(ended)
                 return read_last_metrics(folder)
             with pausing_collection():
-                from rlworker.trainers.sft import SftTrainer
-
-                trainer = SftTrainer(config, folder=folder, stop=stop, **parts)
+                trainer = rlworker.SftTrainer(config, folder=folder, stop=stop, **parts)
         except ValueError as error:
             sys.exit(f"error: {error}")
         with trainer:
@@ -195,6 +194,4 @@ def _warn_of_memory(config: RunConfig | SftConfig, models: dict[str, ModelSpec],
 
 def _build_trainer(config: RunConfig, environment: Environment | Scorer, parts: dict):
     with pausing_collection():
-        from rlworker.trainers.rl import Trainer
-
-        return Trainer(config, environment, **parts)
+        return rlworker.Trainer(config, environment, **parts)

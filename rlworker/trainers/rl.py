@@ -42,6 +42,7 @@ from rlworker.trainers.run import Run
 from rlworker.trainers.run_processes import list_groups, list_warnings
 from rlworker.trainers.shared_devices import SharedDevices
 from rlworker.trainers.stop import Stop
+from rlworker.validation.validate import validate
 
 MAX_EMPTY_STEPS = 10
 """Number of steps in a row without a group to learn from that ends a run."""
@@ -217,8 +218,6 @@ class Trainer(Run[RunConfig]):
         """Return the mean greedy reward of each held-out set, and estimates from samples; empty without sets."""
         if not self.heldout:
             return {}
-        from rlworker.validation.validate import validate
-
         clock = StepClock()
         with self._phase(clock, "evaluate"):
             validation = validate(self.manager, self.heldout)
@@ -294,9 +293,7 @@ class Trainer(Run[RunConfig]):
         batch = replace(batch, weights=weights)
         metrics, outputs = group.train_step(batch, loss, denominator)
         if math.isnan(metrics["grad_norm"]):
-            from rlworker.trainers.rejected_step import reject_step
-
-            reject_step(self.folder.path, self.steps_done + 1, group.name, batch, outputs, self.tokenizer)
+            self.reject_step(group.name, batch, outputs)
         return metrics, outputs
 
     def sync_weights(self) -> None:

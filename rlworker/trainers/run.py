@@ -11,6 +11,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from ray.actor import ActorHandle
 
+from engines.batch.batch import TrainBatch
+from engines.batch.shard import Outputs
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
@@ -292,6 +294,12 @@ class Run(Generic[Config]):
         if self.steps_done < config.steps:
             LOGGER.info(f"ended {ended}: {describe_stall(self.score, config.validation)}")
         return metrics
+
+    def reject_step(self, role: str, batch: TrainBatch, outputs: Outputs) -> None:
+        """End the run at an optimizer step whose gradient is not finite, as ``rejected_step.reject_step``."""
+        from rlworker.trainers.rejected_step import reject_step
+
+        reject_step(self.folder.path, self.steps_done + 1, role, batch, outputs, self.tokenizer)
 
     def _has_stalled(self, metrics: Mapping[str, float]) -> bool:
         """Tell whether to end early; asked after each validation, and as a run is taken up."""

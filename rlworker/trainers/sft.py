@@ -93,9 +93,7 @@ class SftTrainer(Run[SftConfig]):
             metrics |= step_metrics.measure_memory(self.processes)
         metrics |= step_metrics.measure_flops({"actor": self.model}, batch, metrics | clock.seconds, config.actor)
         if math.isnan(metrics["grad_norm"]):
-            from rlworker.trainers.rejected_step import reject_step
-
-            reject_step(self.folder.path, self.steps_done + 1, "actor", batch, outputs, self.tokenizer)
+            self.reject_step("actor", batch, outputs)
         self.steps_done += 1
         times = clock.total()
         metrics = {"train_loss": metrics.pop("loss")} | metrics

@@ -29,12 +29,12 @@ def _time_layers(folder: str, found: Any) -> None:
     from engines.models.spec import ModelSpec
     from hardware.platforms import get_platform
     from rlworker.checks.shapes.case import RankCase
-    from rlworker.checks.shapes.rank import compute_loss, make_shard
 
     platform, model, config = get_platform(DEFAULT_PLATFORM), ModelSpec.from_folder(folder), MegatronConfig()
     device = platform.init_process(0)
     from engines.megatron.engine import MegatronEngine
     from engines.megatron.groups import init_distributed
+    from rlworker.checks.shapes.rank import compute_loss, make_shard
 
     init_distributed(platform, config, 0, "localhost:0", 0, dist.HashStore())
     torch.set_num_threads(1)

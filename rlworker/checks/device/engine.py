@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -18,18 +18,20 @@ from engines.batch.batch import TrainBatch
 from engines.batch.schedule import plan_schedule
 from engines.batch.shard import Shard
 from engines.config import MegatronConfig
+from engines.megatron.engine import MegatronEngine
+from engines.megatron.groups import init_distributed, leave_distributed
 from engines.megatron.memory.activations import MicroBatch, count_kept
 from engines.megatron.memory.estimate import compute_rank_memory
 from engines.models.spec import ModelSpec
+from engines.probes import megatron as probes
+from engines.probes.host_reads import READS_OF_A_STEP, HostReads
+from engines.probes.saved_bytes import SavedBytes, find_place
 from rlworker.checks.case import Case, make_case
 from rlworker.checks.device.report import Device, DeviceFinding
 from rlworker.checks.reference.ensemble import Reference, compute_reference
 from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.checks.tiny.models import LARGE_WEIGHTS, Tiny, make_tiny_model, make_tiny_text
 from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer
-
-if TYPE_CHECKING:
-    from engines.megatron.engine import MegatronEngine
 
 TEXT_MODELS: tuple[Tiny, ...] = ("qwen2", "qwen3_moe", "qwen3_5_text")
 IMAGE_MODELS: tuple[Tiny, ...] = ("qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -44,8 +46,6 @@ _MB = 2**20
 @contextmanager
 def joined_process(device: Device) -> Iterator[None]:
     """Make this process a group of one rank in this context, so that engines can be built."""
-    from engines.megatron.groups import init_distributed, leave_distributed
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,14 +57,12 @@ def joined_process(device: Device) -> Iterator[None]:
         leave_distributed()
 
 
-def build_engine(device: Device, model: ModelSpec, config: MegatronConfig) -> "MegatronEngine":
+def build_engine(device: Device, model: ModelSpec, config: MegatronConfig) -> MegatronEngine:
     """Build an engine of one rank on the device."""
-    from engines.megatron.engine import MegatronEngine
-
     return MegatronEngine(model, config, device.platform, device.device)
 
 
-def plan_shard(engine: "MegatronEngine", batch: TrainBatch) -> Shard:
+def plan_shard(engine: MegatronEngine, batch: TrainBatch) -> Shard:
     """Return the shard of a batch for the only replica."""
     (shard,) = plan_schedule(batch.lengths, engine.config, engine.model.hidden, 1).shards(batch)
     return shard
@@ -109,8 +107,6 @@ def make_references(folder: Path, kind: str, own: Path | None) -> tuple[ModelSpe
 def _check_model(
     device: Device, model: ModelSpec, case: Case, reference: Reference, config: MegatronConfig, kind: str
 ) -> list[DeviceFinding]:
-    from engines.probes import megatron as probes
-
     engine = build_engine(device, model, config)
     call_ranks = lambda function, *args: [getattr(probes, function)(engine, *args)]  # noqa: E731
     trainer = CheckedTrainer(device.platform.name, config, model, case, reference, call_ranks)
@@ -144,8 +140,6 @@ def measure_memory(device: Device, model: ModelSpec, config: MegatronConfig, seq
         on an accelerator ``peak``, beyond the workspaces of libraries, and ``planned peak``; on a CPU ``activations``
             (held by autograd) and ``planned activations``.
     """
-    from engines.probes.saved_bytes import SavedBytes, find_place
-
     micro, kernels = MicroBatch(sequences * tokens, sequences), device.platform.kernel_memory
     held = 0 if device.is_host else count_libraries(device)
     engine = build_engine(device, model, config)
@@ -197,8 +191,6 @@ def check_memory(device: Device, folder: Path) -> list[DeviceFinding]:
 
 def check_reads(device: Device, folder: Path) -> list[DeviceFinding]:
     """Check that a training step reads device values only at the places in ``READS_OF_A_STEP``."""
-    from engines.probes.host_reads import READS_OF_A_STEP, HostReads
-
     model = ModelSpec.from_folder(make_tiny_model(folder / "reads", "qwen2"))
     dtype = "float32" if device.is_host else "bfloat16"
     engine = build_engine(device, model, MegatronConfig(dtype=dtype))

@@ -1,7 +1,6 @@
 """The report of a device check: one row for each thing that was checked, as a table and as JSON."""
 
 import platform as machine
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,6 +11,9 @@ from hardware.platform import Platform, describe
 from rlworker.checks.trainer import Finding
 
 PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "fla-core", "tilelang", "torch_npu")
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
+"""Part of a card's name -> dense bf16 TFLOP/s (the vendors' data sheets)."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,6 @@ class Device:
             except PackageNotFoundError:
                 continue
         return {"platform": describe(self.platform), "device": name, "versions": versions}
-
-
-def format_table(findings: Iterable[Finding]) -> str:
-    """Format findings as a table, one row each."""
-    rows = [("check", "where", "outcome", "evidence", "found")]
-    rows += [(f.check, f.where, f.outcome, f.evidence, f.text) for f in findings]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths)), text]) for *cells, text in rows
-    )
 
 
 def build_report(device: Device, findings: list[DeviceFinding]) -> dict[str, Any]:

@@ -16,12 +16,10 @@ from hardware.attention.rules import CAUSAL, Rule
 from hardware.platforms import DEFAULT_PLATFORM, get_platform
 from rlworker.checks.device.attention import build_core, make_no_rotation
 from rlworker.checks.device.engine import build_engine, make_batch, measure_memory, plan_shard
-from rlworker.checks.device.report import Device, DeviceFinding
+from rlworker.checks.device.report import PEAK_TFLOPS, Device, DeviceFinding
 from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.checks.tiny.models import make_tiny_text
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Part of a card's name -> dense bf16 TFLOP/s (the vendors' data sheets)."""
 _SHAPE: dict[str, Any] = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
 _SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=4096)
 _HALF_BILLION = _SHAPE | {"vocab_size": 151936}

@@ -1,4 +1,7 @@
-"""One rank in shapes: the engine's own code builds it, takes an optimizer step and exports its weights."""
+"""One rank in shapes: the engine's own code builds it, takes an optimizer step and exports its weights.
+
+It imports Megatron, so that the platform's ``init_process`` comes first.
+"""
 
 import time
 from collections.abc import Iterator
@@ -13,27 +16,28 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from engines import weight_sync
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, Shard, get_logprobs
+from engines.megatron import engine as engines
+from engines.megatron import model as models
+from engines.megatron import weights
+from engines.megatron.groups import init_distributed
 from engines.models.spec import ModelSpec
 from engines.probes.saved_bytes import SavedBytes, find_place
-from hardware.platforms import get_platform
+from hardware.platform import Platform
 from hardware.shapes.device import ShapeMode
-from hardware.shapes.platform import make_shaped
 from rlworker.checks.shapes.case import RankCase, RankCount
+from rlworker.checks.shapes.exchange import tell_experts, tell_objects, tell_stages
+from rlworker.checks.shapes.images import make_image_batch, replace_images
 
 
-def run_rank(case: RankCase) -> RankCount:
+def run_rank(case: RankCase, platform: Platform, device: torch.device) -> RankCount:
     """Run a rank in this process, which is of no other use afterwards.
+
+    Args:
+        platform, device: the platform in shapes, and what its ``init_process`` returned.
 
     Raises:
         ValueError, RuntimeError: what the engine raises on a real machine; or an operator has no shapes.
     """
-    platform = make_shaped(get_platform(case.platform))
-    device = platform.init_process(0)  # before megatron is imported
-    from engines.megatron import engine as engines
-    from engines.megatron.groups import init_distributed
-    from rlworker.checks.shapes.exchange import tell_experts, tell_objects, tell_stages
-    from rlworker.checks.shapes.images import replace_images
-
     mode, count, store = ShapeMode(device, platform.kernel_memory), RankCount(), HashStore()
     tell_objects(case, device)
     tell_stages(case, mode)
@@ -41,7 +45,7 @@ def run_rank(case: RankCase) -> RankCount:
         tell_experts(case, mode)
     if case.model.vision:
         replace_images(case.model.vision, mode)
-    _replace_files(engines, case.model, mode)
+    _replace_files(case.model, mode)
     for rank in range(case.config.ranks):
         store.set(f"rank {rank}", "here")
     with mode:
@@ -67,15 +71,9 @@ def _timed(count: RankCount, phase: str) -> Iterator[None]:
     count.seconds[phase] = time.monotonic() - start
 
 
-def _replace_files(engines: Any, model: ModelSpec, mode: ShapeMode) -> None:
-    """Replace the folder's weights by shapes, and build modules where they belong: torch cannot move such parameters.
-
-    Args:
-        engines: the module ``engines.megatron.engine``.
-    """
-    from engines.megatron import model as models
-    from engines.megatron import weights
-
+def _replace_files(model: ModelSpec, mode: ShapeMode) -> None:
+    """Replace the folder's weights by shapes, and build modules where they belong: torch cannot move parameters of
+    shapes alone."""
     build = engines.build_model
 
     def build_on_device(*settings: Any) -> Any:
@@ -91,7 +89,8 @@ def _replace_files(engines: Any, model: ModelSpec, mode: ShapeMode) -> None:
     reader.SafetensorsFolder = lambda _: _ConfigFolder(model, mode)
     decoder: Any = models.Decoder
     decoder.to = move_buffers
-    engines.build_model = build_on_device
+    builder: Any = engines
+    builder.build_model = build_on_device
 
 
 class _ConfigFolder:
@@ -119,8 +118,6 @@ def make_shard(case: RankCase, replica: int) -> Shard:
     """Make a replica's micro-batches of equal sequences: three quarters are sampled, beside an image an eighth."""
     rows, prompt = case.sequences * case.micro_batches, max(1, case.length // 4)
     if case.model.vision:
-        from rlworker.checks.shapes.images import make_image_batch
-
         batch = make_image_batch(case.model.vision, case.length, rows)
     else:
         batch = TrainBatch.from_ids([[1] * case.length] * rows, [prompt] * rows)

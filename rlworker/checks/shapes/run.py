@@ -86,9 +86,13 @@ def _run(case: RankCase) -> RankCount:
     import warnings
 
     warnings.filterwarnings("ignore")  # of Megatron, which lacks optional packages
-    from rlworker.checks.shapes.rank import run_rank
+    from hardware.shapes.platform import make_shaped
 
-    return run_rank(case)
+    platform = make_shaped(get_platform(case.platform))
+    device = platform.init_process(0)
+    from rlworker.checks.shapes.rank import run_rank  # and with it Megatron
+
+    return run_rank(case, platform, device)
 
 
 def describe_counts(

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 def check_served(config: RunConfig, find: FindModel, is_whole: bool = True) -> dict[str, ServedModel]:
     """Read and check the served models of a run, as ``read_served``; none where the settings name none."""
-    if not config.models:
-        return {}
-    from rlworker.rollouts.scoring.group import read_served
-
-    return read_served(config, find, is_whole)
+    return _import_group().read_served(config, find, is_whole) if config.models else {}
 
 
 def start_groups(
@@ -38,7 +34,12 @@ def start_groups(
     """
     if not served:
         return {}
-    from rlworker.rollouts.scoring.group import ScoringGroup
-
-    groups = {name: start(ScoringGroup(model, config, list_ranks)) for name, model in served.items()}
+    make_group = _import_group().ScoringGroup
+    groups = {name: start(make_group(model, config, list_ranks)) for name, model in served.items()}
     return groups if list_ranks else {name: group.begin() for name, group in groups.items()}
+
+
+def _import_group():
+    from rlworker.rollouts.scoring import group
+
+    return group

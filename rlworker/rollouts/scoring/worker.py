@@ -10,6 +10,8 @@ from engines.config.served import ClassifierSpec, ServedModel
 from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.ray import pausing_collection
 from rlworker.cluster.workers import RolloutWorker
+from rlworker.rollouts.scoring.classifier import Classifier
+from rlworker.rollouts.scoring.judge import Judge
 
 if TYPE_CHECKING:
     from rlworker.environments.record import Verdict
@@ -45,12 +47,8 @@ class ScoringWorker(RolloutWorker):
     def _make_scorer(self, served: ServedModel, config: VllmConfig) -> Any:
         spec, engine = served.spec.move_here(), self.loop.engine
         if isinstance(spec, ClassifierSpec):
-            from rlworker.rollouts.scoring.classifier import Classifier
-
             compute = partial(self.loop.call, engine.compute_logits)
             return Classifier(served.name, spec, config.max_model_len, compute)
-        from rlworker.rollouts.scoring.judge import Judge
-
         assert served.form, "checked with the settings"
         sizes = spec.folder, spec.vocab, served.form, config.max_model_len
         return Judge(served.name, *sizes, partial(self.loop.call, engine.sample))

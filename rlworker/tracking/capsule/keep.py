@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Protocol
 
 from rlworker.cluster.train_group import WorkerGroup
@@ -40,36 +39,16 @@ def keeping_capsule(run: KeptRun, metrics: Mapping[str, float]) -> Iterator[None
     if before + 1 not in config.capsuled_steps:
         yield
         return
-    from rlworker.tracking.capsule.files import CAPSULES, Capsule, write_capsule
-    from rlworker.tracking.capsule.functions import describe_function
-    from rlworker.tracking.capsule.record import recording
-    from rlworker.tracking.provenance import collect_provenance
+    from rlworker.tracking.capsule import write
 
     if before:
         run.save(metrics)
-    group, folder = run.list_learners()[0], run.folder.path / CAPSULES / f"step_{before + 1}"
-    with recording(group, group.role.config.dtype) as made:
+    group, folder = run.list_learners()[0], run.folder.path / write.CAPSULES / f"step_{before + 1}"
+    with write.recording(group, group.role.config.dtype) as made:
         yield
     if not made.updates:  # nothing was learned
         return
     try:
-        loss = describe_function(made.losses[0])
+        write.write_step(made, group, config, before, folder)
     except ValueError as error:
         LOGGER.warning(f"{error}; step {before + 1} is not kept")
-        return
-    capsule = Capsule(
-        folder=folder.absolute(),
-        step=before + 1,
-        platform=config.platform,
-        config=group.role.config,
-        temperature=group.role.temperature,
-        seed=config.seed,
-        model=group.role.model.folder,
-        checkpoint=f"checkpoints/step_{before}" if before else "",
-        weights=made.weights,
-        loss=loss,
-        provenance=asdict(collect_provenance(config.platform)),
-        updates=made.updates,
-    )
-    size = write_capsule(capsule)
-    LOGGER.info(f"capsule: step {before + 1} is kept in {folder}, {size / 2**20:.1f} MB")

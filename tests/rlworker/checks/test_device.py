@@ -18,8 +18,9 @@ from support.suite.imports import ROOT, files_of, imported
 from hardware.attention.contract import KernelContract, RefusedError, Requirement, SilentError, Source
 from hardware.cuda.emulated import EmulatedCudaPlatform
 from hardware.platforms import get_platform
-from rlworker.checks.device import attention, contract, engine
-from rlworker.checks.device.report import Device, build_report, format_table
+from rlworker.checks.device import attention, contract
+from rlworker.checks.device.report import Device, build_report
+from rlworker.checks.trainer import format_table
 
 SCRIPT = ROOT / "scripts" / "device_check.py"
 PARTS = ["attention", "engine", "memory", "reads", "speed", "contract"]
@@ -128,6 +129,8 @@ def test_a_kernel_is_held_to_what_is_stated(monkeypatch, silent, refuses, broken
 
 
 def test_a_part_that_raises_is_a_line_that_failed(monkeypatch, capsys):
+    from rlworker.checks.device import engine
+
     monkeypatch.setattr(attention, "check_attention", lambda device: 1 / 0)
     monkeypatch.setattr(engine, "joined_process", lambda device: torch.no_grad())
     device = Device(get_platform("cuda-emulated"), torch.device("cpu"))
