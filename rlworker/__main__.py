@@ -22,17 +22,24 @@ from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
 from rlworker.tracking.report.compare import write_comparison
 from rlworker.tracking.report.page import write_report
+from rlworker.tracking.report.serve import serve_report
 
 if TYPE_CHECKING:
     from rlworker.checks.trainer import Finding
 
 
-def report(run: Positional[Path]) -> None:
-    """Draw a run folder into its report.html.
+def report(run: Positional[Path], serve: bool = False, host: str = "127.0.0.1", port: int = 0) -> None:
+    """Draw a run folder into its report.html, or show it in a browser while the run goes on.
 
     Args:
         run: Folder of the run.
+        serve: Show the report in a browser, drawn anew as the run writes; nothing is written into the folder.
+        host: Address at which serve listens. At any other than loopback the page's address has a token.
+        port: Port of serve; 0 takes a free one.
     """
+    if serve:
+        serve_report(run, host, port)
+        return
     print(write_report(run))
 
 

@@ -1,5 +1,6 @@
 """The metrics of a step."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
@@ -67,14 +68,17 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
 
 
 def list_limits(config: RunConfig, floor: float | None) -> dict[str, float]:
-    """List the limit on the mean |rollout - trainer logprob|, and the number of refused attention rules in use.
+    """List the limits on the mean and the largest |rollout - trainer logprob|, and the number of refused attention
+    rules in use. A limit that is infinite is left out.
 
     Args:
         floor: as of ``RunConfig.find_logprob_limits``.
     """
     approximate = config.rollout.attention_override
-    limits: dict[str, float] = {"logprob_diff_limit": config.find_logprob_limits(floor)[0]}
-    return limits | ({"approximate_rules": len(approximate)} if approximate else {})
+    mean, largest = config.find_logprob_limits(floor)
+    limits = {"logprob_diff_limit": mean, "logprob_diff_max_limit": largest}
+    finite_limits = {name: limit for name, limit in limits.items() if math.isfinite(limit)}
+    return finite_limits | ({"approximate_rules": len(approximate)} if approximate else {})
 
 
 def measure_flops(

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,20 @@ def test_a_broken_link_is_found():
 
 @cache
 def known_options() -> frozenset[str]:
-    """Name every setting, as the generated page lists them, and every option that a script's own text has."""
+    """Name every setting, as the generated page lists them, every option that a script's own text has, and the
+    arguments of the commands of ``rlworker``."""
+    import rlworker.__main__ as commands
+
     settings = re.findall(r"^\| `--([\w.-]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.M)
     files = [*(ROOT / "scripts").rglob("*.*"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/support").rglob("*.py")]
     files += [ROOT / "rlworker/__main__.py", *(ROOT / "recipes").rglob("*.py")]
     texts = [file.read_text() for file in files if file.suffix in (".py", ".sh")]
     own = [option for text in texts for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", text)]
+    own += [
+        name.replace("_", "-")
+        for command in (commands.report, commands.compare)
+        for name in signature(command).parameters
+    ]
     return frozenset({*settings, *own, "help", "resume"} | {f"no-{name}" for name in settings})
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlworker.tracking.log import name_samples
 from rlworker.tracking.report.curves import choose_curves, make_plots
-from rlworker.tracking.report.page import write_page
+from rlworker.tracking.report.page import render_page, write_page
 from rlworker.tracking.report.record import RunRecord, read_run
 from rlworker.tracking.report.samples import list_sampled_steps, show_sample
 from rlworker.tracking.report.tables import describe_origin, tabulate_scores
@@ -37,8 +37,7 @@ def write_comparison(folders: Sequence[Path], output: Path | None = None) -> Pat
     runs = dict(zip(_name_runs(folders), map(read_run, folders), strict=True))
     records = list(runs.values())
     curves, at_rest = choose_curves(records)
-    return write_page(
-        output or folders[0] / "compare.html",
+    html = render_page(
         "compare.html.j2",
         f"rlworker compare {' '.join(map(str, folders))}",
         data=make_plots(runs, curves),
@@ -49,6 +48,7 @@ def write_comparison(folders: Sequence[Path], output: Path | None = None) -> Pat
         at_rest=at_rest,
         samples=pair_samples(folders, min(run.last_step for run in records)),
     )
+    return write_page(output or folders[0] / "compare.html", html)
 
 
 def _name_runs(folders: Sequence[Path]) -> list[str]:

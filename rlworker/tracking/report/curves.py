@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlworker.tracking.report.record import RunRecord
@@ -23,6 +23,7 @@ class Curve:
     Attributes:
         title: title with the unit. lines: metric -> label. good: what a good curve looks like.
         scale: scale of the vertical axis. band: whether the area between the first two lines is filled.
+        limits: metric of a limit -> metric that it limits; it is drawn dashed, in the same color.
     """
 
     title: str
@@ -30,6 +31,7 @@ class Curve:
     good: str
     scale: Literal["linear", "log"] = "linear"
     band: bool = False
+    limits: dict[str, str] = field(default_factory=dict)
 
 
 _OTHER_METRIC = "Good: as the loss, the advantage or the environment that writes it says."
@@ -60,9 +62,15 @@ _CURVES = (
     ),
     Curve(
         "Rollout against trainer: |difference of logprobs|",
-        {"logprob_diff_mean": "mean of a step", "logprob_diff_max": "largest token", "logprob_diff_limit": "limit"},
-        "Good: flat, the mean far below the limit. A jump means other weights or masks in the rollout.",
+        {
+            "logprob_diff_mean": "mean of a step",
+            "logprob_diff_max": "largest token",
+            "logprob_diff_limit": "limit of the mean",
+            "logprob_diff_max_limit": "limit of the largest",
+        },
+        "Good: flat, and both far below their limits. A jump means other weights or masks in the rollout.",
         "log",
+        limits={"logprob_diff_limit": "logprob_diff_mean", "logprob_diff_max_limit": "logprob_diff_max"},
     ),
     Curve(
         "KL divergence (nats per token)",

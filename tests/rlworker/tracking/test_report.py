@@ -59,7 +59,10 @@ def test_a_run_without_plotly_has_a_note_in_place_of_a_report(folder, monkeypatc
         "reward": "sampled, training prompts"
     }
     assert read_points(data, "reward") == [(1, 0.0625), (2, 0.125)]
-    assert f'<figure><h3>{plot["title"]}</h3><div class="plot" data-plot="0"></div><figcaption>{plot["good"]}<' in page
+    assert (
+        f'<figure id="plot-0"><h3>{plot["title"]}</h3><div class="plot" data-plot="0"></div><figcaption>{plot["good"]}<'
+        in page
+    )
 
 
 def test_the_library_lies_beside_the_page_once(folder):
@@ -128,7 +131,7 @@ def test_a_longer_run_is_drawn_by_stretches_which_keep_every_spike(folder):
     assert first == [pytest.approx(sum(line["time_update"] for line in lines[:width]) / width, rel=1e-4)] * 2
 
 
-def test_the_head_has_models_command_commit_and_settings(folder):
+def test_the_foot_has_models_command_commit_and_settings(folder):
     config = RunConfig(steps=7, prompts_per_step=48)
     (folder / "config.json").write_text(json.dumps(asdict(config) | {"own": "<x>"}))
     starts = [
@@ -139,17 +142,17 @@ def test_the_head_has_models_command_commit_and_settings(folder):
     ]
     (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     page = write_report(folder).read_text()
-    head = page[page.index("<body>") : page.index("<figure>")]
+    foot = page[page.index("Time, settings and versions") :]
     for key, value in (*starts[0]["models"].items(), ("commit", "abc1234+"), ("versions", "torch 2.12")):
-        assert f"<th>{key}</th><td>{value}</td>" in head
-    assert "<th>command</th><td>python -m recipes.grpo --steps 5</td>" in head
-    own = head.partition("Settings that differ")[2].partition("</table>")[0]
+        assert f"<th>{key}</th><td>{value}</td>" in foot
+    assert "<th>command</th><td>python -m recipes.grpo --steps 5</td>" in foot
+    own = foot.partition("Settings that differ")[2].partition("</table>")[0]
     assert re.findall("<th>(.*?)</th><td>(.*?)</td>", own) == [
         ("steps", "7"),
         ("prompts_per_step", "48"),
         ("own", "&lt;x&gt;"),
     ]
-    assert "<td>5</td><td>2026-02-01</td><td>def5678</td><td>steps 5 to 7</td>" in head
+    assert "<td>5</td><td>2026-02-01</td><td>def5678</td><td>steps 5 to 7</td>" in foot
 
 
 def test_phases_that_took_nothing_and_lines_at_rest_are_left_out(folder):
@@ -298,7 +301,7 @@ def test_the_first_and_the_last_validation_are_shown_by_set_and_source(folder):
 
     (folder / "validation.jsonl").write_text(line(0, 0.25) + line(10, 0.375) + line(20, 0.75) + line(30, 0.9)[:40])
     page = write_report(folder).read_text()
-    assert re.findall("<h.>(After.*?|Validation)<", page) == ["Validation", "After step 0", "After step 20"]
+    assert re.findall("<h.>(After.*?|Held-out rows)<", page) == ["Held-out rows", "After step 0", "After step 20"]
     assert "<tr><th>set</th><th>source</th><th>rows</th><th>greedy</th><th>pass@4</th></tr>" in page
     assert "<tr><td>aime</td><td>2024</td><td>2</td><td>0.750</td><td>0.500</td></tr>" in page
     assert "<td>heldout</td><td></td><td>2</td><td>0.250</td>" in page
