@@ -20,6 +20,7 @@ from tyro.conf import Positional
 from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.config.command_line import parse_config
 from rlworker.errors import RunError
+from rlworker.starters.new import Kind, make_starter
 from rlworker.tracking.report.compare import write_comparison
 from rlworker.tracking.report.page import write_report
 from rlworker.tracking.report.serve import serve_report
@@ -41,6 +42,19 @@ def report(run: Positional[Path], serve: bool = False, host: str = "127.0.0.1", 
         serve_report(run, host, port)
         return
     print(write_report(run))
+
+
+def new(folder: Positional[Path], kind: Kind = "text") -> None:
+    """Write a recipe, ten rows and a reward into a new folder. They run as written on a tiny model.
+
+    Args:
+        folder: Folder to make; one that is there already is not touched.
+        kind: What the rows are: text, images, or questions that a tool helps with.
+    """
+    for path in make_starter(folder, kind):
+        print(path)
+    print(f"try it:   python {folder}/recipe.py --smoke")
+    print(f"train:    python {folder}/recipe.py --model FOLDER")
 
 
 def compare(runs: Positional[tuple[Path, ...]], output: Path | None = None) -> None:
@@ -172,7 +186,7 @@ def _print_findings(findings: "Sequence[Finding]", as_json: bool) -> None:
 def main() -> None:
     """Run the command line."""
     commands: dict[str, Callable] = {
-        each.__name__: each for each in (bisect, check, compare, evaluate, plan, replay, report)
+        each.__name__: each for each in (bisect, check, compare, evaluate, new, plan, replay, report)
     }
     command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     own = partial(parse_config, args=arguments, prog=f"rlworker {command}")

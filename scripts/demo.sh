@@ -34,6 +34,9 @@ while [ -e "$run/config.json" ]; do
   n=$((n + 1))
 done
 .venv/bin/python -W ignore "${recipe[@]}" --run-dir "$run" "$@"
+if command -v chromium >/dev/null; then # a picture of the first screen, to show to others
+  .venv/bin/python scripts/pages/shots.py "$run/report.html" --picture "$run/report.png" || true
+fi
 if [ -n "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ]; then
   .venv/bin/python -m webbrowser "file://$PWD/$run/report.html" >/dev/null || true
 fi

@@ -79,13 +79,20 @@ class SftVlmRecipeConfig(SftRecipeConfig):
 Recipe = TypeVar("Recipe", bound=RecipeConfig | SftRecipeConfig)
 
 
-def parse_recipe_config(default: Recipe, description: str | None) -> Recipe:
-    """Read a recipe's settings from the command line, shrunk where they say ``--smoke``."""
+def parse_recipe_config(default: Recipe, description: str | None, own_rows: bool = False) -> Recipe:
+    """Read a recipe's settings from the command line, shrunk where they say ``--smoke``.
+
+    Args:
+        default: settings of the recipe. description: text of its ``--help``.
+        own_rows: whether a smoke run keeps the recipe's rows, in place of sixteen that are made on the spot.
+    """
     config = parse_config(default, description)
-    if config.smoke:
-        small = shrink_recipe(config) if isinstance(config, RecipeConfig) else shrink_supervised(config)
-        return cast(Recipe, small)
-    return config
+    if not config.smoke:
+        return config
+    small = shrink_recipe(config) if isinstance(config, RecipeConfig) else shrink_supervised(config)
+    if own_rows:
+        small = replace(small, data=replace(config.data, max_prompt_tokens=small.data.max_prompt_tokens))
+    return cast(Recipe, small)
 
 
 def shrink_recipe(config: RecipeConfig) -> RecipeConfig:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from PIL import Image
 from websockets.sync.client import ClientConnection, connect
 
 WIDTHS = (1280, 390)
@@ -135,6 +136,7 @@ def main() -> None:
         if options.picture:
             page.open(options.pages[0].absolute().as_uri(), WIDTHS[0], SCREEN, "light")
             page.shoot(options.picture)
+            Image.open(options.picture).quantize(64).save(options.picture, optimize=True)
             print(f"{options.picture}: {options.picture.stat().st_size:,} bytes")
             return
         for file in options.pages:

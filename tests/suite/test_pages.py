@@ -82,7 +82,7 @@ def known_options() -> frozenset[str]:
     own = [option for text in texts for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", text)]
     own += [
         name.replace("_", "-")
-        for command in (commands.report, commands.compare)
+        for command in (commands.report, commands.compare, commands.new)
         for name in signature(command).parameters
     ]
     return frozenset({*settings, *own, "help", "resume"} | {f"no-{name}" for name in settings})

@@ -136,16 +136,14 @@ def test_a_column_that_no_step_has_had_has_no_place(tmp_path, capsys):
     ]
 
 
-def test_the_readme_shows_a_step_as_the_log_writes_it(tmp_path, capsys):
+def test_the_page_shows_a_step_as_the_log_writes_it(tmp_path, capsys):
     """But for the columns that it names as left out."""
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    shown = "  ".join(
-        line.strip() for line in re.search(r"```\n(step  120/240 .*?)\n```", readme, re.S)[1].splitlines()
-    )
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    shown = "  ".join(line.strip() for line in re.search(r"```\n(step  120/240 .*?)\n```", page, re.S)[1].splitlines())
     columns = {label: key for label, key, _ in RL_LINE if f"  {label} " in shown}
     left_out = [label for label, _, _ in RL_LINE if label not in columns]
     assert left_out == ["spread", "kl", "policy-kl", "ratio", "lr", "trunc", "flop/s", "GB"]
-    assert "columns of spread, KL, ratio, rate, truncation, FLOP/s and memory:" in readme
+    assert "columns of spread, KL, ratio, rate, truncation, FLOP/s and memory:" in page
     texts = {key: re.search(rf"  {re.escape(label)} +(\S+)", shown)[1] for label, key in columns.items()}
     numbers = {key: float(text.rstrip("%")) / (100 if "%" in text else 1) for key, text in texts.items()}
     with RunLog(tmp_path, 240, 0, Trackers([], TrackedRun(tmp_path, 0, {}))) as log:
