@@ -19,8 +19,8 @@ from tyro.conf import Positional
 
 from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.config.command_line import parse_config
+from rlworker.data.starters.new import Kind, make_starter
 from rlworker.errors import RunError
-from rlworker.starters.new import Kind, make_starter
 from rlworker.tracking.report.compare import write_comparison
 from rlworker.tracking.report.page import write_report
 from rlworker.tracking.report.serve import serve_report

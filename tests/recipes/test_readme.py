@@ -31,7 +31,7 @@ def test_it_is_short_and_its_picture_small():
 def test_it_shows_the_recipe_that_new_writes():
     (recipe,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     assert len(recipe.splitlines()) <= 12
-    written = (files("rlworker.starters") / "templates" / "text.py.txt").read_text("utf-8")
+    written = (files("rlworker.data.starters") / "templates" / "text.py.txt").read_text("utf-8")
     assert written.endswith(recipe) and recipe.startswith("def reward(")
 
 

@@ -25,7 +25,7 @@ def make_starter(folder: Path, kind: Kind) -> list[Path]:
         folder.mkdir(parents=True)
     except FileExistsError as error:
         raise ValueError(f"new: {str(folder)!r} is there already, and is not touched; name a new folder") from error
-    recipe = files("rlworker.starters") / "templates" / f"{kind}.py.txt"
+    recipe = files("rlworker.data.starters") / "templates" / f"{kind}.py.txt"
     (folder / _RECIPE).write_text(recipe.read_text("utf-8"))
     rows = {"text": _make_text_rows, "images": _make_image_rows, "tools": _make_tool_rows}[kind](folder)
     (folder / _ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))

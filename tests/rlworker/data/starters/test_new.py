@@ -14,7 +14,7 @@ from support.program import run_program
 
 from recipes.common.numbers import find_number
 from rlworker.__main__ import main
-from rlworker.starters.new import Kind, make_starter
+from rlworker.data.starters.new import Kind, make_starter
 
 KINDS = get_args(Kind)
 
