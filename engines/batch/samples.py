@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from engines.models.vision_spec import VisionSpec
+    from engines.models.vision.vision_spec import VisionSpec
 
 _COPIES = 3
 """Number of copies of an image's patches in memory: transformers 5 resizes, normalises and cuts, each into new

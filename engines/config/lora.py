@@ -86,7 +86,7 @@ class LoraConfig:
             )
         self._check_stages(model, stages)
         if self.start:
-            from engines.models.adapter_folder import check_adapter_folder  # most runs start from no adapters
+            from engines.models.folders.adapter_folder import check_adapter_folder  # most runs start from no adapters
 
             shapes = {name: shape for each in self.list_adapters(model) for name, shape in each.tensors.items()}
             check_adapter_folder(self.start, self.peft_settings, shapes, "actor.lora")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from engines.batch.samples import Image
     from engines.models.spec import ModelSpec
-    from engines.models.vision_spec import VisionSpec
+    from engines.models.vision.vision_spec import VisionSpec
 
 
 def make_columns(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engines.batch.samples import Image
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 
 
 def find_image_blocks(ids: Sequence[int] | np.ndarray, images: Sequence[Image], vision: VisionSpec) -> np.ndarray:

@@ -18,7 +18,7 @@ from packaging.version import Version
 from engines.batch.samples import Image
 from engines.images.video import Video
 from engines.models.spec import ModelSpec
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 from hardware.vllm_versions import LONE_VIDEOS
 
 _MOST = 4

@@ -11,7 +11,7 @@ from engines.batch.samples import Image
 from engines.images.decoding import check_image, decode, read_bytes
 from engines.images.video import Video
 from engines.images.video_processor import VideoProcessor, check_edges
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

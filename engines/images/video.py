@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from engines.batch.samples import Image
 
 if TYPE_CHECKING:
-    from engines.models.vision_spec import VisionSpec
+    from engines.models.vision.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True, slots=True)

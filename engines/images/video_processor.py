@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from engines.images.decoding import check_image, read_bytes
 from engines.images.frames import check_one_size, decode_video, find_digest, find_rate, list_frames, measure_film
 from engines.images.video import Video
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from engines.batch.shard import Outputs, Shard, TokenOutputs, ValueOutputs, chan
 from engines.config import MegatronConfig
 from engines.interfaces import LossFn, OffloadPart, StepResult
 from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
-from engines.megatron.extensions import Extensions, ForwardPass, Stage
+from engines.megatron.extensions.extension import Extensions, ForwardPass, Stage
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
 from engines.megatron.memory.offload import OffloadedWeights, OffloadManager

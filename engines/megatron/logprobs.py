@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.batch.shard import TokenOutputs
-from hardware.platform import KernelMemory
+from hardware.megatron.kernel_memory import KernelMemory
 
 _NEVER = -1e30
 """Logit of a token that is never sampled: its probability is 0, and unlike -inf 0 times it is 0."""

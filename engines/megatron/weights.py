@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engines.megatron.groups import get_cut_group
 from engines.models.adapters import is_adapter
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.folders.hf_folder import check_tensors
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Weight
 
@@ -85,7 +86,7 @@ def load_weights(module: GPTModel, model: ModelSpec, loaded: Container[Tensor] =
         ValueError: the folder lacks a weight, has an unknown one, or a weight has another shape than in the config.
     """
     folder = SafetensorsFolder(model.folder)
-    folder.check(model)
+    check_tensors(folder, model)
     for name, parameter in _name_weights(module, model).items():
         # The last pipeline stage of a tied model keeps its own copy of the embedding as output layer.
         weight = model.find_weight(EMBEDDING if model.tied and name == OUTPUT else name)

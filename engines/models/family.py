@@ -12,7 +12,7 @@ from engines.models.layer import LayerKind, Piece
 from engines.models.weight import Head
 
 if TYPE_CHECKING:  # families of text alone load nothing of images
-    from engines.models.vision_spec import Tower
+    from engines.models.vision.vision_spec import Tower
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # joins are stated before anything takes the time to import torch
     from torch import Tensor
 
-    from engines.models.hf_folder import SafetensorsFolder
-
 Shape = tuple[int, ...]
+
+
+class TensorReader(Protocol):
+    """Reads the tensors of a folder by name."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+    def read_rows(self, name: str, start: int, count: int) -> Tensor:
+        """Read ``count`` rows of a tensor, from row ``start``, and no others."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,7 @@ class Join:
         parts = zip(*(share.chunk(self.parts) for share in shares))
         return _concatenate([_concatenate(part, axis) for part in parts])
 
-    def read_share(
-        self, folder: SafetensorsFolder, tensors: Mapping[str, Shape], ranks: int, rank: int
-    ) -> list[Tensor]:
+    def read_share(self, folder: TensorReader, tensors: Mapping[str, Shape], ranks: int, rank: int) -> list[Tensor]:
         """Read what a rank gets of the first axis, which has the experts, and no more than that."""
         ((name, shape),) = tensors.items()
         count = shape[0] // ranks
@@ -168,9 +174,7 @@ class StackedExperts(Join):
     def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         return list(whole.flatten(0, -3))  # but for the last two axes, of which each of HuggingFace's has its own
 
-    def read_share(
-        self, folder: SafetensorsFolder, tensors: Mapping[str, Shape], ranks: int, rank: int
-    ) -> list[Tensor]:
+    def read_share(self, folder: TensorReader, tensors: Mapping[str, Shape], ranks: int, rank: int) -> list[Tensor]:
         names, count = list(tensors), len(tensors) // ranks
         return [folder[name] for name in names[rank * count :][:count]]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from engines.models.families import find_family
 from engines.models.family import Family
 from engines.models.hf_config import LENGTHS, check_keys, read_head_dim, refuse_unsupported
-from engines.models.hf_folder import list_tensor_names
 from engines.models.hub import find_here
 from engines.models.joins import Vocabulary
 from engines.models.layer import DecoderSizes, LayerKind
+from engines.models.safetensors_folder import list_tensor_names
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
@@ -24,7 +24,7 @@ from hardware.megatron.mixers import Heads, Mixer
 if TYPE_CHECKING:  # a spec is read before anything takes the time to import torch; of text alone without images
     from torch import Tensor
 
-    from engines.models.vision_spec import VisionSpec
+    from engines.models.vision.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from engines.batch.samples import Image
 from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import TokenOutputs, require_tokens
 from engines.interfaces import LossFn
-from engines.megatron.adapters import Adapters
 from engines.megatron.engine import MegatronEngine
+from engines.megatron.extensions.adapters import Adapters
 from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from engines.probes.head import scoring_some
@@ -167,7 +167,8 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
         torch.ones(len(ids), dtype=torch.bool),
         torch.tensor(case.image_block),
     )
-    as_text = patch.object(engine, "vision", None)  # image tokens are embedded as text is: there are no images
+    # Image tokens are embedded as text is: there are no images.
+    as_text = patch.object(engine, "extensions", engine.extensions.leave_out("vision"))
     # Copies begin alike until a token is changed: with what they share, their numbers would change too.
     settings = {"micro_batch_tokens": 10**9, "share": "none"} | _padded(engine)
     with _settings(engine, **settings), as_text, scoring_some(engine):

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from hardware.platform import HOST, KernelMemory, Platform, RolloutWorkerClass
+from hardware.megatron.kernel_memory import KernelMemory
+from hardware.platform import HOST, Platform, RolloutWorkerClass
 from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS, SENDERS, TESTED
 
 # Large tensors in huge pages: the first touch of a page costs more than the computation on it.

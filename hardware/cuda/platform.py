@@ -6,7 +6,8 @@ This module is read to check settings, so it imports torch and Megatron only whe
 import os
 from typing import ClassVar
 
-from hardware.platform import HOST, KernelMemory, Node, Platform
+from hardware.megatron.kernel_memory import KernelMemory
+from hardware.platform import HOST, Node, Platform
 from hardware.vllm_versions import SENDERS
 
 

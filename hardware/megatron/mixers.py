@@ -8,12 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from hardware.attention.rules import CHUNK, MOST_TAPS
-
-if TYPE_CHECKING:  # a platform names its layers' options, which have mixers
-    from hardware.platform import KernelMemory
+from hardware.megatron.kernel_memory import KernelMemory
 
 _FP32 = 4
 

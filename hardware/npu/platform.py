@@ -6,8 +6,9 @@ This module is read to check settings, so it imports torch, torch_npu and Megatr
 import os
 from typing import ClassVar
 
+from hardware.megatron.kernel_memory import KernelMemory
 from hardware.npu.limits import MAX_PACK_SEQUENCES
-from hardware.platform import KernelMemory, Node, Platform
+from hardware.platform import Node, Platform
 
 
 class NpuLayers(Platform):

@@ -18,8 +18,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hardware.megatron.kernel_memory import KernelMemory
 from hardware.megatron.shims import Runtime
-from hardware.platform import KernelMemory
 from hardware.shapes.calls import Call, describe_call
 from hardware.shapes.kernels import count_flops, count_inside, fuse_kernels
 from hardware.shapes.live_bytes import LiveBytes

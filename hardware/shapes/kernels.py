@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hardware.platform import KernelMemory
+from hardware.megatron.kernel_memory import KernelMemory
 
 _aten: Any = torch.ops.aten
 _BACKWARD = "torch_attn::_varlen_attn_backward"

@@ -13,7 +13,7 @@ import numpy as np
 from annotated_types import Gt, Lt
 
 from engines.images import make_columns
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 from recipes.common.toys import ToyConfig
 from rlworker import TrainBatch, Trainer
 from rlworker.algorithms.losses import sft_loss

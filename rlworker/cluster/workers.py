@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.models.hf_folder import save_hf_folder
+from engines.models.folders.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import DeviceSlot, find_interfaces

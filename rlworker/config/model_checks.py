@@ -6,7 +6,8 @@ from pathlib import Path
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.images import list_margins
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.folders.hf_folder import check_tensors
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rollouts import find_rollout_backend, list_parts
@@ -81,7 +82,7 @@ def check_trainable(model: ModelSpec, config: MegatronConfig, platform_name: str
 
 def check_folder(model: ModelSpec) -> None:
     """Raise ValueError if a model's folder lacks its weights, or the settings of its image processor."""
-    SafetensorsFolder(model.folder).check(model)
+    check_tensors(SafetensorsFolder(model.folder), model)
     if model.vision:
         _check_processor(model.folder)
         list_margins(model)

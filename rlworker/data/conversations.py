@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.batch.samples import Image
 from engines.images.video import Video
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 from rlworker.config.sections import DataConfig
 from rlworker.data.encoding import encode_after
 from rlworker.data.formats import COMPLETION, check_type, find_format

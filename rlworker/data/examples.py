@@ -10,7 +10,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images import make_columns
 from engines.models.spec import ModelSpec
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.bad_images import BadImage, BadRows

@@ -15,7 +15,7 @@ from engines.images.placeholders import check_margins, place_frames, read_newlin
 from engines.images.processor import ImageProcessor
 from engines.images.video import Video
 from engines.models.spec import ModelSpec
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 from engines.validation import fits, spell
 from rlworker.config.sections import DataConfig
 from rlworker.data.bad_images import naming_bad_images

@@ -18,7 +18,7 @@ from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
 
 if TYPE_CHECKING:
-    from engines.models.vision_spec import VisionSpec
+    from engines.models.vision.vision_spec import VisionSpec
 
 Key = tuple[int, int]
 """Name of a request: number of its rollout batch; then number of the episode, or of the prompt's first episode, or of

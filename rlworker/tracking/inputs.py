@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from engines.models.adapters import CONFIG, WEIGHTS
-from engines.models.hf_folder import list_model_files
+from engines.models.folders.hf_folder import list_model_files
 from engines.models.hub import PREFIX, find_model, name_snapshot
 from engines.models.spec import ModelSpec
 from rlworker.config.sections import DataConfig

@@ -69,7 +69,9 @@ class SyncedWeights:
 
 
 def _describe_frozen(actor: WorkerGroup, plan: DigestPlan, sent: Mapping[str, int]) -> str:
-    frozen = [name for names in actor.run("engines.megatron.adapters:list_frozen", plan, sent) for name in names]
+    frozen = [
+        name for names in actor.run("engines.megatron.extensions.adapters:list_frozen", plan, sent) for name in names
+    ]
     return (
         f"weights were sent without their adapters, as the model's folder has them: {', '.join(frozen)}"
         if frozen

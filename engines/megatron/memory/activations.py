@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from hardware.megatron.form import Experts, LayerOptions
+from hardware.megatron.kernel_memory import KernelMemory
 from hardware.megatron.mixers import MixedTokens, MixerBytes
-from hardware.platform import KernelMemory
 
 FP32 = 4
 _GATE = 5

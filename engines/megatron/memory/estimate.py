@@ -16,7 +16,7 @@ from engines.models.adapters import ExpertAdapter, is_adapter
 from engines.models.spec import ModelSpec
 from engines.models.weight import EMBEDDING, OUTPUT, Weight
 from hardware.attention.rules import compute_slot_unit
-from hardware.platform import KernelMemory
+from hardware.megatron.kernel_memory import KernelMemory
 
 _ALIGNED, _BUCKET = 64, 128
 """Alignment, in numbers, of a parameter's start in Megatron's buffer, and of a bucket's end (core 0.16)."""

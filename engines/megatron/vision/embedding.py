@@ -23,11 +23,11 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images.plan import VisionPlan
 from engines.images.processor import ImageProcessor
-from engines.megatron.extensions import Extension, ForwardPass, Stage
+from engines.megatron.extensions.extension import Extension, ForwardPass, Stage
 from engines.megatron.groups import get_cut_group
 from engines.megatron.layout import Layout
 from engines.megatron.vision.towers import TowerRunner
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
 from hardware.megatron.marks import mark_sequence_parallel

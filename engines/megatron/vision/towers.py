@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 
 
 class TowerRunner(Protocol):

@@ -5,7 +5,7 @@ from hardware.attention.cell import Patch
 
 def send_frozen_weights() -> list[Patch]:
     """Send the weights that adapters are beside, without these (verl#7495)."""
-    from engines.megatron.adapters import Adapters
+    from engines.megatron.extensions.adapters import Adapters
 
     return [(Adapters, "merge", lambda _: lambda self, parameter: parameter.data)]
 

@@ -56,7 +56,7 @@ def rotate_ranks_of_experts() -> list[Patch]:
 def send_first_biases() -> list[Patch]:
     """Send biases of experts as the model's folder has them, since no optimizer has them."""
     from engines.megatron.engine import MegatronEngine
-    from engines.models.hf_folder import SafetensorsFolder
+    from engines.models.safetensors_folder import SafetensorsFolder
 
     def wrap(export):
         def export_first_biases(self, everywhere=False):

@@ -14,7 +14,7 @@ from engines.batch.batch import TrainBatch
 from engines.batch.samples import Image
 from engines.images.columns import make_image_columns
 from engines.megatron.layout import Layout
-from engines.models.vision_spec import VisionSpec
+from engines.models.vision.vision_spec import VisionSpec
 from hardware.shapes.device import ShapeMode
 
 _SAMPLED = 8

@@ -87,6 +87,7 @@ def _replace_files(model: ModelSpec, mode: ShapeMode) -> None:
 
     reader: Any = weights
     reader.SafetensorsFolder = lambda _: _ConfigFolder(model, mode)
+    reader.check_tensors = lambda *_: None  # no file could differ
     decoder: Any = models.Decoder
     decoder.to = move_buffers
     builder: Any = engines
@@ -98,9 +99,6 @@ class _ConfigFolder:
 
     def __init__(self, model: ModelSpec, mode: ShapeMode):
         self.model, self.mode, self.names = model, mode, model.list_hf_names()
-
-    def check(self, model: ModelSpec) -> None:
-        """Check nothing: no file could differ."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.names

@@ -8,7 +8,7 @@ from typing import Any
 from engines.config import VllmConfig
 from engines.config.judge_form import JudgeForm
 from engines.config.served import ServedModel, read_shape
-from engines.models.hf_folder import list_model_files
+from engines.models.folders.hf_folder import list_model_files
 from engines.models.hub import FindModel
 from engines.models.spec import ModelSpec
 from rlworker.cluster.placement import DeviceSlot

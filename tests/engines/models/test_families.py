@@ -17,7 +17,7 @@ from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
 from hardware.attention.rollouts import find_rollout_backend, list_parts
 from hardware.attention.rules import CAUSAL
-from hardware.platform import KernelMemory
+from hardware.megatron.kernel_memory import KernelMemory
 from hardware.platforms import get_platform
 
 SIZES = ({}, {"tp": 2, "ranks": 2}, {"pp": 2, "ranks": 4}, {"tp": 2, "cp": 2, "ranks": 4, "dtype": "bfloat16"})

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from support.models import read_config
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
+from engines.models.folders.hf_folder import check_tensors, save_hf_folder
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 
 AIR = json.loads("""{"architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
@@ -77,14 +78,14 @@ def test_layers_that_predict_further_tokens_are_left_out(make_hf_model, tmp_path
     further = {"model.layers.4.eh_proj.weight": torch.ones(2, 4), "model.layers.4.enorm.weight": torch.ones(2)}
     save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
     spec = ModelSpec.from_folder(folder)
-    SafetensorsFolder(str(folder)).check(spec)
+    check_tensors(SafetensorsFolder(str(folder)), spec)
     save_hf_folder(weights.items(), spec, str(target), 10**9)
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, target)]
     assert configs[0]["num_nextn_predict_layers"] == 1
     assert configs[1] == configs[0] | {"num_nextn_predict_layers": 0}
     save_file(weights | {"model.layers.3.eh_proj.weight": torch.ones(2)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected \['model.layers.3.eh_proj.weight'\]"):
-        SafetensorsFolder(str(folder)).check(spec)
+        check_tensors(SafetensorsFolder(str(folder)), spec)
 
 
 def test_a_saved_bias_stays_in_fp32_and_names_no_type(make_hf_model, tmp_path):

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import write_config
 
-from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
+from engines.models.folders.hf_folder import check_tensors, save_hf_folder
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny.models import make_tiny_model
@@ -33,7 +34,7 @@ def load(folder: str | Path, **options) -> torch.nn.Module:
 
 def check(folder: Path) -> SafetensorsFolder:
     found = SafetensorsFolder(str(folder))
-    found.check(ModelSpec.from_folder(folder))
+    check_tensors(found, ModelSpec.from_folder(folder))
     return found
 
 
@@ -210,7 +211,7 @@ def test_a_tied_head_of_its_own_must_be_the_embedding(make_hf_model, tmp_path, d
 
 def test_a_tied_head_in_another_type_and_file_is_compared_by_its_values(make_hf_model, tmp_path, monkeypatch):
     """A few rows at a time, so that the difference is in a later part."""
-    monkeypatch.setattr("engines.models.hf_folder._ROWS_AT_ONCE", 40)
+    monkeypatch.setattr("engines.models.folders.hf_folder._ROWS_AT_ONCE", 40)
     shutil.copytree(make_hf_model("qwen2", True), tmp_path, dirs_exist_ok=True)
     embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING].bfloat16()
     change(tmp_path, **{EMBEDDING: embedding})

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from support.models import make_vlm, read_config
 
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.folders.hf_folder import check_tensors
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 
 
@@ -27,7 +28,7 @@ def test_the_other_language_model(tmp_path):
     """Qwen3's norms of queries and keys, and a size of heads of its own, in place of Qwen2's biases."""
     folder = make_vlm(tmp_path, "internvl", model_type="qwen3", head_dim=48)
     spec = ModelSpec.from_folder(folder)
-    SafetensorsFolder(folder).check(spec)
+    check_tensors(SafetensorsFolder(folder), spec)
     assert (spec.model_type, spec.head_dim, spec.qk_norm, spec.qkv_bias) == ("internvl", 48, True, False)
 
 

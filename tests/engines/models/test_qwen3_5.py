@@ -11,7 +11,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.megatron.form import Experts
-from hardware.megatron.mixers import DeltaNet
+from hardware.megatron.mixers import ATTENTION, DeltaNet
 
 CONFIG = json.loads("""{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "attention_bias": false,
     "attention_dropout": 0.0, "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
@@ -35,7 +35,7 @@ def test_layers_and_sizes(tmp_path):
     spec = read_config(tmp_path, CONFIG)
     assert spec.rules == ((Rule(state=True),) * 3 + (CAUSAL,)) * 8
     assert (spec.rotary_dim, spec.qk_norm, spec.gates_output) == (64, True, True)
-    assert spec.delta == DeltaNet(16, 2, 128, 128, 4)
+    assert set(spec.mixers) == {ATTENTION, DeltaNet(16, 2, 128, 128, 4)}
     assert spec.ropes == ({"rope_theta": 10000000, "rope_type": "default", "partial_rotary_factor": 0.25},)
     assert read_config(tmp_path, CONFIG, full_attention_interval=..., linear_conv_kernel_dim=...).rules == spec.rules
     kinds = ["full_attention", "linear_attention"] * 16
@@ -71,7 +71,7 @@ def test_experts_beside_states(tmp_path):
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     spec = read_config(tmp_path, CONFIG, **MOE, **kinds, intermediate_size=...)
     assert [kind.options.experts for kind in spec.kinds] == [Experts(8, 2, 512, True, shared=256)] * 2
-    assert [bool(kind.options.delta) for kind in spec.kinds] == [True, False] and spec.mlp_widths.keys() == {
+    assert [mixer != ATTENTION for mixer in spec.mixers] == [True, False] and spec.mlp_widths.keys() == {
         "shared expert's ffn size"
     }
     dense = read_config(tmp_path, CONFIG, **NEXT, **kinds, mlp_only_layers=[0])

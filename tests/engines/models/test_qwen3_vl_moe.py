@@ -7,7 +7,8 @@ from support.models import make_vlm, read_config
 from support.ranks.vlm_cases import QWEN3_VL_30B
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.folders.hf_folder import check_tensors
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 
 
@@ -55,7 +56,7 @@ def test_fused_experts_are_turned_by_hand(tmp_path):
     """A row of a folder's tensor is an input; its columns are the outputs of the gate, and then of up."""
     spec = ModelSpec.from_folder(make_vlm(tmp_path, "qwen3_vl_moe"))
     folder = SafetensorsFolder(spec.folder)
-    folder.check(spec)
+    check_tensors(folder, spec)
     for name, shape, places in (
         ("weight1", (8, 2, 32, 128), {(0, 1, 5, 7): (0, 7, 37), (7, 0, 31, 127): (7, 127, 31)}),
         ("weight2", (8, 128, 32), {(0, 5, 7): (0, 7, 5), (7, 127, 31): (7, 31, 127)}),
@@ -82,4 +83,4 @@ def test_experts_as_transformers_saves_them_are_refused(tmp_path):
     assert shape == [8, 128, 32]
     spec = ModelSpec.from_folder(tmp_path / "again")
     with pytest.raises(ValueError, match=r"experts.down_proj .* has shape \(8, 128, 32\), expected \(8, 32, 128\)"):
-        SafetensorsFolder(spec.folder).check(spec)
+        check_tensors(SafetensorsFolder(spec.folder), spec)

@@ -16,7 +16,8 @@ from support.ranks.vlm_cases import QWEN2_5_VL_7B, name_part
 
 from engines.images.processor import ImageProcessor
 from engines.megatron.rotary import Rotary
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.folders.hf_folder import check_tensors
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from rlworker.checks.tiny.models import make_tiny_model
 
@@ -214,7 +215,7 @@ def test_weights_by_other_names_are_refused_by_name(tmp_path):
     weights = {name.replace("vision_tower.vision_model.", "vision_tower."): x for name, x in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"missing \['vision_tower.vision_model.*unexpected \['vision_tower.emb"):
-        SafetensorsFolder(str(tmp_path)).check(ModelSpec.from_folder(tmp_path))
+        check_tensors(SafetensorsFolder(str(tmp_path)), ModelSpec.from_folder(tmp_path))
 
 
 def test_released_configs_leave_out_what_transformers_takes_by_itself(tmp_path):

@@ -26,7 +26,7 @@ from support.rollout_workers import (
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.weight_sync import pack_buckets
 from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS

@@ -11,7 +11,7 @@ from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.config import MegatronConfig, OptimizerConfig
-from engines.models.hf_folder import save_hf_folder
+from engines.models.folders.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import probe_loss
 

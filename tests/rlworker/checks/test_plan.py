@@ -13,7 +13,7 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.megatron.memory.activations import MicroBatch, count_kept
 from engines.megatron.memory.estimate import estimate_padding
 from engines.models.spec import ModelSpec
-from hardware.platform import KernelMemory
+from hardware.megatron.kernel_memory import KernelMemory
 from rlworker.__main__ import main
 from rlworker.checks.plan.recipe import describe_plan, find_nearest, list_misfits, make_plan, plan_recipe
 from rlworker.checks.plan.refusals import check_nodes

@@ -11,7 +11,7 @@ from support.rollout_workers import Prompt, ask, draw, find_unlike, send
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from engines.weight_digest import DigestPlan
 from hardware.platforms import get_platform

@@ -11,7 +11,7 @@ from support.models import make_vlm
 from support.program import run_program
 
 from engines.config import LoraConfig, MegatronConfig
-from engines.models.adapter_folder import save_adapter_folder
+from engines.models.folders.adapter_folder import save_adapter_folder
 from engines.models.spec import ModelSpec
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.command_line import parse_config

@@ -10,7 +10,7 @@ import xxhash
 from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
-from engines.models.hf_folder import save_hf_folder
+from engines.models.folders.hf_folder import save_hf_folder
 from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.config.run import RunConfig
 from rlworker.errors import RunError

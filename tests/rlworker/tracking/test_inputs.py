@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from engines.config import LoraConfig
-from engines.models.adapter_folder import save_adapter_folder
+from engines.models.folders.adapter_folder import save_adapter_folder
 from engines.models.spec import ModelSpec
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny.models import IMAGE_TOKENS, make_tiny_vlm

@@ -15,7 +15,7 @@ from support.huggingface import compute_logprobs, load_folder
 
 from engines.batch.samples import Request
 from engines.config import LoraConfig, MegatronConfig, OptimizerConfig, VllmConfig
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.weight_sync import pack_buckets
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.algorithms.advantages import distill, grpo, remax

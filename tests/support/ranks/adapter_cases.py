@@ -79,7 +79,7 @@ def fill(engine, seed: int = 5) -> None:
 def run_view(rank: int, world: int, address: str, folder: str, settings: dict) -> dict:
     """Compute logprobs of the actor, of its view without adapters, and of a second engine without any."""
     engine = build_engine(rank, world, address, folder, settings)
-    from engines.megatron.adapters import BaseView
+    from engines.megatron.extensions.adapters import BaseView
 
     fill(engine)
     _, shard = plan(engine, make_batch())
@@ -113,7 +113,7 @@ def run_steps(rank: int, world: int, address: str, folder: str, settings: dict, 
 def find_frozen(rank: int, world: int, address: str, folder: str, settings: dict) -> dict[str, list[str]]:
     """List frozen weights before an update, after it, and where adapters are left out of what is sent."""
     engine = build_engine(rank, world, address, folder, settings | {"optimizer": replace(OPTIMIZER, lr=1e-4)})
-    from engines.megatron.adapters import list_frozen
+    from engines.megatron.extensions.adapters import list_frozen
     from engines.probes.faults import mend, plant
 
     def send(seed: int) -> list[str]:
@@ -135,7 +135,7 @@ def find_frozen(rank: int, world: int, address: str, folder: str, settings: dict
 def write_folder(rank: int, world: int, address: str, folder: str, settings: dict, target: str) -> list[str]:
     """Write the adapters of a new engine as PEFT does; returns the names of the files on the rank that wrote them."""
     engine = build_engine(rank, world, address, folder, settings)
-    from engines.megatron.adapters import save_adapters
+    from engines.megatron.extensions.adapters import save_adapters
 
     return save_adapters(engine, target)
 

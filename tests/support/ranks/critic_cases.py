@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from engines.batch.batch import TrainBatch
 from engines.megatron.memory.activations import MicroBatch
 from engines.megatron.memory.estimate import compute_rank_memory
-from engines.models.hf_folder import save_hf_folder
+from engines.models.folders.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import probe_loss
 

@@ -10,7 +10,7 @@ from engines.models.families._pieces import linear
 from engines.models.families.text.gemma3_text import FAMILY as TEXT
 from engines.models.families.text.gemma3_text import read_layers as read_text_layers
 from engines.models.layer import LayerKind
-from engines.models.vision_spec import Tower, VisionSpec
+from engines.models.vision.vision_spec import Tower, VisionSpec
 from engines.validation import fits
 
 _TOKENS = {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000}

@@ -9,7 +9,7 @@ from engines.models.families._pieces import linear
 from engines.models.families.text.qwen2 import FAMILY as QWEN2
 from engines.models.families.text.qwen3 import FAMILY as QWEN3
 from engines.models.family import Family
-from engines.models.vision_spec import Tower, VisionSpec
+from engines.models.vision.vision_spec import Tower, VisionSpec
 from engines.validation import fits, read_object
 
 _LANGUAGES = {family.model_type: family for family in (QWEN2, QWEN3)}

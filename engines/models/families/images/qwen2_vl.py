@@ -4,10 +4,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.models import vision_config
 from engines.models.families._pieces import linear
 from engines.models.families.images.qwen2_5_vl import FAMILY as QWEN2_5_VL
-from engines.models.vision_spec import Tower, VisionSpec
+from engines.models.vision import vision_config
+from engines.models.vision.vision_spec import Tower, VisionSpec
 from engines.validation import fits
 
 

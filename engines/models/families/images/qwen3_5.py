@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.models import vision_config
 from engines.models.families._pieces import TOWER_KEYS
 from engines.models.families.images.qwen3_vl import TOWER as QWEN3_VL_TOWER
 from engines.models.families.text.qwen3_5_text import FAMILY as QWEN3_5_TEXT
-from engines.models.vision_config import extract_text
-from engines.models.vision_spec import Tower, VisionSpec
+from engines.models.vision import vision_config
+from engines.models.vision.vision_config import extract_text
+from engines.models.vision.vision_spec import Tower, VisionSpec
 
 
 def read_vision(config: dict, tower: Tower, path: Path) -> VisionSpec:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from engines.models.families._pieces import TOWER_KEYS, linear
 from engines.models.families.text.qwen3 import FAMILY as QWEN3
-from engines.models.vision_config import extract_text, read_vision
-from engines.models.vision_spec import Tower, VisionSpec
+from engines.models.vision.vision_config import extract_text, read_vision
+from engines.models.vision.vision_spec import Tower, VisionSpec
 
 
 def list_tower_weights(vision: VisionSpec) -> dict[str, tuple[int, ...]]:

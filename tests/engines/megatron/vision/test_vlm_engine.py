@@ -12,7 +12,7 @@ from support.ranks.pool import draw_address
 from support.ranks.vlm_cases import make_images, make_vlm_batch, name_part, rename
 
 from engines.config import MegatronConfig, OptimizerConfig
-from engines.models.hf_folder import save_hf_folder
+from engines.models.folders.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import probe_loss
 

@@ -1,4 +1,4 @@
-"""Extensions: what the kind of a model adds to a training engine, which calls them and knows none by name."""
+"""Extensions: the kind of a model adds them to a training engine, which calls them and knows none by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class ForwardPass:
 
 
 class Extension:
-    """What a kind of model adds to an engine. A method that it leaves out adds nothing.
+    """A kind of model adds this to an engine. A method that it leaves out adds nothing.
 
     Attributes:
         learned: the only parameters that learn, by Megatron's names, each with how it is cut; None where the settings
@@ -100,8 +100,10 @@ class Registered:
 
 
 EXTENSIONS = {
-    "experts": Registered("engines.megatron.experts:ExpertRouting", lambda stage: stage.model.experts is not None),
-    "adapters": Registered("engines.megatron.adapters:Adapters", lambda stage: stage.config.lora.rank > 0),
+    "experts": Registered(
+        "engines.megatron.extensions.experts:ExpertRouting", lambda stage: stage.model.experts is not None
+    ),
+    "adapters": Registered("engines.megatron.extensions.adapters:Adapters", lambda stage: stage.config.lora.rank > 0),
     "vision": Registered(
         "engines.megatron.vision.embedding:Vision",
         lambda stage: stage.model.vision is not None and stage.module.pre_process,
@@ -119,6 +121,10 @@ class Extensions(dict[str, Any]):
         needed = {name: each.place for name, each in EXTENSIONS.items() if each.is_needed(stage)}
         return cls({name: resolve_name(place)(stage) for name, place in needed.items()})
 
+    def leave_out(self, name: str) -> "Extensions":
+        """Leave one out, which need not be there: return the others."""
+        return Extensions({other: each for other, each in self.items() if other != name})
+
     @property
     def learned(self) -> Learned | None:
         """The only parameters that learn; None where the settings choose them."""
@@ -126,7 +132,7 @@ class Extensions(dict[str, Any]):
 
     @property
     def freeze_head(self) -> bool:
-        """Whether the output layer has no gradient."""
+        """True where the output layer has no gradient."""
         return any(each.freezes_head for each in self.values())
 
     def start_step(self, shard: Shard, step_tokens: int) -> None:

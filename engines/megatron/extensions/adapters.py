@@ -12,11 +12,11 @@ from torch import Tensor
 
 from engines.batch.shard import Outputs, Shard
 from engines.interfaces import OffloadPart
-from engines.megatron.extensions import Extension, Stage
+from engines.megatron.extensions.extension import Extension, Stage
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
-from engines.models.adapter_folder import WEIGHTS, save_adapter_folder
 from engines.models.adapters import ExpertAdapter, draw_start, name_in_peft
-from engines.models.hf_folder import SafetensorsFolder
+from engines.models.folders.adapter_folder import WEIGHTS, save_adapter_folder
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.weight_digest import DigestPlan
 from hardware.megatron.adapters import GroupedAdapter, LinearAdapter, keep_less
 

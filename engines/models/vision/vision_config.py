@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engines.models.vision_spec import Tower, VisionSpec
+from engines.models.vision.vision_spec import Tower, VisionSpec
 from engines.validation import fits, spell
 
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

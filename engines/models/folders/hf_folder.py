@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from engines.models.hub import FOREIGN, SETTINGS
+from engines.models.hub import SETTINGS
+from engines.models.safetensors_folder import INDEX, SafetensorsFolder, find_weight_files
 from engines.models.weight import EMBEDDING
 from engines.validation import read_object
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:  # a folder is checked before anything takes the time to impor
 _TEMPLATES = "additional_chat_templates"
 """Folder in which transformers saves the chat templates of a tokenizer that has several, but for the main one."""
 
-_INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Names that config.json has for the type of the weights, now and in older transformers."""
@@ -38,132 +38,56 @@ _ROWS_AT_ONCE = 1024
 """Rows of two matrices that are compared at a time."""
 
 
-class SafetensorsFolder:
-    """Every tensor of a folder's safetensors files by name, read one at a time.
+def check_tensors(folder: SafetensorsFolder, model: ModelSpec) -> None:
+    """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights in their shapes.
 
-    Raises:
-        ValueError: a file is missing or damaged, two hold the same tensor, or the index names other files.
+    An output layer that a tied model has beside its embedding must be the same.
     """
-
-    def __init__(self, folder: str):
-        self.folder = folder
-        self._file_of: dict[str, Path] = {}
-        self._open = {}
-        self._headers = {}
-        for path in _find_weight_files(Path(folder)):
-            try:
-                # Without torch, which a header does not need and which takes seconds to import.
-                self._headers[path] = safe_open(path, "np")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"model: {path} is damaged: {error}; copy or save it again") from None
-            for name in self._headers[path].keys():  # noqa: SIM118 (it is no dict)
-                if name in self._file_of:
-                    raise ValueError(f"model: {path} and {self._file_of[name]} both hold {name!r}; move one file away")
-                self._file_of[name] = path
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._find_file(name).get_tensor(name)
-
-    def read_rows(self, name: str, start: int, count: int) -> Tensor:
-        """Read ``count`` rows of a tensor, from row ``start``, and no others."""
-        return self._find_file(name).get_slice(name)[start : start + count]
-
-    def _find_file(self, name: str):
-        path = self._file_of[name]
-        if path not in self._open:
-            self._open[path] = safe_open(path, "pt")
-        return self._open[path]
-
-    def check(self, model: ModelSpec) -> None:
-        """Raise ValueError, naming the tensors, unless the folder holds exactly the model's weights in their shapes.
-
-        An output layer that a tied model has beside its embedding must be the same.
-        """
-        # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
-        names = {n for n in self._file_of if not n.endswith("rotary_emb.inv_freq") and not model.is_predictor(n)}
-        names = {name for name in names if not name.startswith(model.family.kept)}
-        optional = model.list_optional_hf_names()
-        required = model.list_hf_names() - optional
-        missing, extra = sorted(required - names), sorted(names - required - optional)
-        if missing or extra:
-            raise ValueError(
-                f"model: weights in {self.folder!r} do not fit model_type {model.model_type!r}: "
-                f"missing {missing[:5]} ({len(missing)} in all), unexpected {extra[:5]} ({len(extra)} in all)"
-            )
-        for name in sorted(required | (names & optional)):
-            part = self._headers[self._file_of[name]].get_slice(name)
-            shape, expected = tuple(part.get_shape()), model.find_hf_shape(name)
-            if shape != expected:
-                raise ValueError(
-                    f"model: {name} in {self._file_of[name]} has shape {shape}, expected {expected} from config.json; "
-                    "correct the config or save the weights again"
-                )
-            if part.get_dtype() not in _FLOATS:
-                raise ValueError(
-                    f"model: {name} in {self._file_of[name]} has type {part.get_dtype()}, expected one of "
-                    f"{', '.join(_FLOATS)}: quantized weights cannot be trained"
-                )
-        if not model.tied:
-            return
-        (embedding,), (head,) = model.weights[EMBEDDING].tensors, optional
-        if head in names and not self._equal(embedding, head, model.vocab):
-            raise ValueError(
-                f"model: config.json in {self.folder!r} has tie_word_embeddings true, but {head} in "
-                f"{self._file_of[head]} differs from {embedding}, expected the same: transformers would keep them "
-                f"apart, we tie them; set tie_word_embeddings to false in config.json, or drop {head}"
-            )
-
-    def _equal(self, name: str, other: str, rows: int) -> bool:
-        """Tell whether two matrices of equal shape have equal values in float64, comparing some rows at a time."""
-        import torch  # imported here: most folders do not need it, since their models have one of both tensors
-
-        parts = [safe_open(self._file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
-        for start in range(0, rows, _ROWS_AT_ONCE):
-            left, right = (part[start : start + _ROWS_AT_ONCE].to(torch.float64) for part in parts)
-            if not torch.equal(left, right):
-                return False
-        return True
-
-
-def list_tensor_names(folder: str) -> frozenset[str]:
-    """List the names of a folder's tensors; none of a folder without weights, from which a plan is made.
-
-    Raises:
-        ValueError: as ``SafetensorsFolder``.
-    """
-    if not any(Path(folder).glob("*.safetensors")):
-        return frozenset()
-    return frozenset(SafetensorsFolder(folder)._file_of)
-
-
-def _find_weight_files(folder: Path) -> list[Path]:
-    """Find the safetensors files of a folder; with an index it must name all of them."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model: {str(folder)!r} has no *.safetensors file; weights are read from safetensors only")
-    foreign, index = {*folder.glob(FOREIGN)}, folder / _INDEX
-    if not index.is_file():
-        if foreign and len(files) > len(foreign):
-            raise ValueError(
-                f"model: {min(foreign)} holds the weights once more, in another form, and vLLM would read it too: "
-                f"expected {_INDEX}, which names the files to read; move the consolidated files away"
-            )
-        return files
-    weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"model: {index} has no weight_map of tensors to files; remove it or save the model again")
-    named = set(weight_map.values())
-    files = [path for path in files if path.name in named or path not in foreign]
-    missing, unnamed = sorted(named - {path.name for path in files}), sorted({path.name for path in files} - named)
-    if missing or unnamed:
+    # Old Llama checkpoints carry the rotary frequencies, which every model computes for itself.
+    names = {n for n in folder.file_of if not n.endswith("rotary_emb.inv_freq") and not model.is_predictor(n)}
+    names = {name for name in names if not name.startswith(model.family.kept)}
+    optional = model.list_optional_hf_names()
+    required = model.list_hf_names() - optional
+    missing, extra = sorted(required - names), sorted(names - required - optional)
+    if missing or extra:
         raise ValueError(
-            f"model: {index} does not fit the folder: it names {missing[:5]} ({len(missing)} in all), which are not "
-            f"there, and leaves out {unnamed[:5]} ({len(unnamed)} in all); copy or move them, or save the model again"
+            f"model: weights in {folder.folder!r} do not fit model_type {model.model_type!r}: "
+            f"missing {missing[:5]} ({len(missing)} in all), unexpected {extra[:5]} ({len(extra)} in all)"
         )
-    return files
+    for name in sorted(required | (names & optional)):
+        part = folder.headers[folder.file_of[name]].get_slice(name)
+        shape, expected = tuple(part.get_shape()), model.find_hf_shape(name)
+        if shape != expected:
+            raise ValueError(
+                f"model: {name} in {folder.file_of[name]} has shape {shape}, expected {expected} from config.json; "
+                "correct the config or save the weights again"
+            )
+        if part.get_dtype() not in _FLOATS:
+            raise ValueError(
+                f"model: {name} in {folder.file_of[name]} has type {part.get_dtype()}, expected one of "
+                f"{', '.join(_FLOATS)}: quantized weights cannot be trained"
+            )
+    if not model.tied:
+        return
+    (embedding,), (head,) = model.weights[EMBEDDING].tensors, optional
+    if head in names and not _equal(folder, embedding, head, model.vocab):
+        raise ValueError(
+            f"model: config.json in {folder.folder!r} has tie_word_embeddings true, but {head} in "
+            f"{folder.file_of[head]} differs from {embedding}, expected the same: transformers would keep them "
+            f"apart, we tie them; set tie_word_embeddings to false in config.json, or drop {head}"
+        )
+
+
+def _equal(folder: SafetensorsFolder, name: str, other: str, rows: int) -> bool:
+    """Tell whether two matrices of equal shape have equal values in float64, comparing some rows at a time."""
+    import torch  # imported here: most folders do not need it, since their models have one of both tensors
+
+    parts = [safe_open(folder.file_of[matrix], "pt").get_slice(matrix) for matrix in (name, other)]
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        left, right = (part[start : start + _ROWS_AT_ONCE].to(torch.float64) for part in parts)
+        if not torch.equal(left, right):
+            return False
+    return True
 
 
 def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, folder: str, shard_bytes: int) -> list[str]:
@@ -194,7 +118,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     target.mkdir(parents=True)
     if model.head == "language" and model.family.kept:
         folder_of_model = SafetensorsFolder(model.folder)  # mapped, so that no data is copied
-        kept = {name: folder_of_model[name] for name in folder_of_model._file_of if name.startswith(model.family.kept)}
+        kept = {name: folder_of_model[name] for name in folder_of_model.file_of if name.startswith(model.family.kept)}
     split = _split_into_files(model, first[1].element_size(), kept, shard_bytes)
     pending, total, dtypes = {name: {} for name in split.filename_to_tensors}, 0, set()
     for name, tensor in chain([first], stream, kept.items()):
@@ -211,7 +135,7 @@ def save_hf_folder(weights: Iterable[tuple[str, Tensor]], model: ModelSpec, fold
     if split.is_sharded:
         files = {name: file for file, names in split.filename_to_tensors.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": files}
-        (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     _copy_settings(model, target, dtypes)
     os.replace(target, folder)
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
@@ -260,7 +184,7 @@ def list_model_files(folder: str) -> list[str]:
     Raises:
         ValueError: it has no weights, or other files than its index names.
     """
-    return _list_settings(Path(folder)) + [path.name for path in _find_weight_files(Path(folder))]
+    return _list_settings(Path(folder)) + [path.name for path in find_weight_files(Path(folder))]
 
 
 def _set_dtype(config: dict, dtypes: set[torch.dtype]) -> dict:

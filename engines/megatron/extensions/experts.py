@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from engines.batch.shard import Shard
-from engines.megatron.extensions import Extension, ForwardPass, Stage
+from engines.megatron.extensions.extension import Extension, ForwardPass, Stage
 from hardware.megatron.experts import Routers
 
 

@@ -1,0 +1,1 @@
+"""Extensions of a training engine: what experts, adapters and images add to it."""

@@ -1,0 +1,1 @@
+"""Folders of models: found, read, checked and written."""

@@ -1,0 +1,1 @@
+"""Vision towers of models: their description, read from a config."""
