@@ -3,7 +3,7 @@
 import math
 import re
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3", "glm4")
 STATE_FAMILIES = ("qwen3_5_text",)
 """Families of which most layers have a state in the place of attention."""
 STATE_EXPERT_FAMILIES = ("qwen3_next", "qwen3_5_moe_text")

@@ -40,6 +40,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", _GEMMA),
     "mistral": ("mistral", {"head_dim": 48, "sliding_window": 5}),  # on every layer
     "phi3": ("phi3", {}),
+    "glm4": ("glm4", {"head_dim": 48}),  # of whose 48 entries 24 turn
     "qwen3_moe": ("qwen3_moe", {"head_dim": 48} | _EXPERTS),
     "qwen2_moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
     "glm4_moe": ("glm4_moe", GLM_EXPERTS | {"head_dim": 48, "attention_bias": True, "use_qk_norm": True}),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the kinds are named by settings, which are read before anyt
 
 TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "internvl"]
 TinyState = Literal["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
-TinyText = Literal["qwen2", "mistral", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe", TinyState]
+TinyText = Literal["qwen2", "mistral", "phi3", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe", TinyState]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
 VIDEO_FAMILIES: tuple[TinyVlm, ...] = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
@@ -44,6 +44,7 @@ _TEXT: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": 24},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # its own are beyond a tiny vocabulary
+    "glm4": {"head_dim": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {"head_dim": 32} | _EXPERTS,
     "glm4_moe": GLM_EXPERTS | {"tied": False, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
