@@ -60,10 +60,10 @@ if TYPE_CHECKING:
         ToolFailure,
         Verdict,
         batch_reward,
-        combine_parts,
         exact_match,
         one_turn,
     )
+    from rlworker.environments.parts import combine_parts
     from rlworker.environments.tools.calls import answer_calls
     from rlworker.errors import RunError
     from rlworker.tracking.tracker import Tracker
@@ -101,10 +101,10 @@ _HOMES = {
         "ToolFailure",
         "Verdict",
         "batch_reward",
-        "combine_parts",
         "exact_match",
         "one_turn",
     ),
+    "rlworker.environments.parts": ("combine_parts",),
     "rlworker.environments.tools.calls": ("answer_calls",),
     "rlworker.errors": ("RunError",),
     "rlworker.tracking.tracker": ("Tracker",),

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,8 +15,27 @@ from engines.batch.samples import Image
 from hardware.transfer import to_device
 
 
-def _column(kind: str, default: Any = None, dims: int = 1) -> Any:
-    return field(default=default, metadata={"column": kind, "dims": dims})
+@dataclass(frozen=True)
+class Column:
+    """All that code knows of a column of a batch: a new one is stated here, and its readers read it.
+
+    Attributes:
+        kind: "input" or "target" with N entries, or "sequence" with B.
+        dims: number of its dimensions; an input column may have any.
+        sampled: attribute of ``Completion`` with its entries at the sampled ids; empty for a column of another source.
+        blank: its entry at all other targets.
+        of_likeliest: whether only losses over the sampler's likeliest ids read it, so that other engines do without.
+    """
+
+    kind: Literal["input", "target", "sequence"]
+    dims: int = 1
+    sampled: str = ""
+    blank: float = 0
+    of_likeliest: bool = False
+
+
+def _column(*settings: Any, **named: Any) -> Any:
+    return field(default=None, metadata={"column": Column(*settings, **named)})
 
 
 @dataclass(frozen=True)
@@ -31,7 +50,7 @@ class TrainBatch:
         inputs  [7, 8,  4]      positions [0, 1,  0]
         targets [8, 9,  5]      mask      [False, True,  True]
 
-    Columns (metadata names the kind): *input* and *target* columns hold N entries, *sequence* columns hold B. An entry
+    Columns (``COLUMNS`` has the kind): *input* and *target* columns hold N entries, *sequence* columns hold B. An entry
     is a number, but for positions and the columns whose ``dims`` are 2.
 
     Attributes:
@@ -73,14 +92,14 @@ class TrainBatch:
     mask: Tensor = _column("target")
     image_block: Tensor | None = _column("input")
     routes: Tensor | None = _column("input")
-    rollout_logprobs: Tensor | None = _column("target")
+    rollout_logprobs: Tensor | None = _column("target", sampled="logprobs")
     old_logprobs: Tensor | None = _column("target")
     ref_logprobs: Tensor | None = _column("target")
     support: Tensor | None = _column("target", dims=2)
-    rollout_top_ids: Tensor | None = _column("target", dims=2)
-    rollout_top_logprobs: Tensor | None = _column("target", dims=2)
-    old_top_logprobs: Tensor | None = _column("target", dims=2)
-    ref_top_logprobs: Tensor | None = _column("target", dims=2)
+    rollout_top_ids: Tensor | None = _column("target", 2, "top_ids", -1, of_likeliest=True)
+    rollout_top_logprobs: Tensor | None = _column("target", 2, "top_logprobs", -np.inf, of_likeliest=True)
+    old_top_logprobs: Tensor | None = _column("target", dims=2, of_likeliest=True)
+    ref_top_logprobs: Tensor | None = _column("target", dims=2, of_likeliest=True)
     advantages: Tensor | None = _column("target")
     values: Tensor | None = _column("target")
     returns: Tensor | None = _column("target")
@@ -99,15 +118,15 @@ class TrainBatch:
         tokens = sum(self.lengths)
         if self.images is not None and len(self.images) != len(self.lengths):
             raise ValueError(f"TrainBatch: images of {len(self.images)} sequences, the batch has {len(self.lengths)}")
-        for name, kind in COLUMNS.items():
+        for name, about in COLUMNS.items():
             column = getattr(self, name)
-            entries, unit = (len(self.lengths), "sequences") if kind == "sequence" else (tokens, "tokens")
+            entries, unit = (len(self.lengths), "sequences") if about.kind == "sequence" else (tokens, "tokens")
             if column is None:
                 continue
             if len(column) != entries:
                 raise ValueError(f"TrainBatch: {name} has {len(column)} entries, the batch has {entries} {unit}")
-            if kind != "input" and column.dim() != _DIMS[name]:  # it would broadcast against the others to a square
-                expected = f"[{entries}]" if _DIMS[name] == 1 else f"[{entries}, k]"
+            if about.kind != "input" and column.dim() != about.dims:  # it would broadcast against others to a square
+                expected = f"[{entries}]" if about.dims == 1 else f"[{entries}, k]"
                 raise ValueError(f"TrainBatch: {name} has shape {tuple(column.shape)}, expected {expected}")
 
     def __len__(self) -> int:
@@ -240,7 +259,9 @@ class TrainBatch:
         rows, tokens = ([slice(*pair) for pair in pairwise(map(int, edges))] for edges in (bounds, ends[bounds]))
         columns, parts = self.columns(), []
         for row, token in zip(rows, tokens, strict=True):
-            views = {name: column[row if COLUMNS[name] == "sequence" else token] for name, column in columns.items()}
+            views = {
+                name: column[row if COLUMNS[name].kind == "sequence" else token] for name, column in columns.items()
+            }
             images = None if self.images is None else self.images[row]
             parts.append(replace(self, lengths=self.lengths[row], images=images, **views))
         return parts
@@ -251,7 +272,7 @@ class TrainBatch:
             return self
         sequences, tokens = torch.from_numpy(rows), torch.from_numpy(find_tokens(self.lengths, rows))
         gathered = {
-            name: column.index_select(0, sequences if COLUMNS[name] == "sequence" else tokens)
+            name: column.index_select(0, sequences if COLUMNS[name].kind == "sequence" else tokens)
             for name, column in self.columns().items()
         }
         images = None if self.images is None else tuple(self.images[row] for row in rows)
@@ -290,6 +311,5 @@ class TrainBatch:
         object.__setattr__(self, "images", state["images"])
 
 
-COLUMNS: dict[str, str] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}
-"""Name of a column -> its kind: "input", "target" or "sequence"."""
-_DIMS: dict[str, int] = {f.name: f.metadata["dims"] for f in fields(TrainBatch) if "column" in f.metadata}
+COLUMNS: dict[str, Column] = {f.name: f.metadata["column"] for f in fields(TrainBatch) if "column" in f.metadata}
+"""Name of a column -> what is known of it."""

@@ -176,7 +176,7 @@ def configure_loss(algorithm: AlgorithmConfig, importance: Importance = "none", 
             passed.give("kl", find_kl_estimate(estimate), "algorithm.kl_estimate", is_set)
     else:
         passed.give("kl_coef", 0.0, "algorithm.kl_coef", False)
-    passed.give_settings("algorithm", AlgorithmConfig(), entropy_coef=algorithm.entropy_coef)
+    passed.give_settings("algorithm", AlgorithmConfig(), **algorithm.loss_settings)
     _give_correction(passed, algorithm, importance)
     return passed.build()
 

@@ -19,8 +19,7 @@ from rlworker.checks.reference.huggingface import compare_outputs, probe_loss
 from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer, Finding, judge_outputs, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.watch import describe_lost, find_lost
-from rlworker.rollouts.support import replay_support
-from rlworker.rollouts.trajectory import to_batch
+from rlworker.rollouts.trajectory import replay_support, to_batch
 from rlworker.trainers.agreement import SyncedWeights, compare_logprobs
 
 _AWAY = {"float32": 1000.0, "bfloat16": 5.0}

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from engines.batch.batch import TrainBatch
+from engines.batch.batch import COLUMNS, TrainBatch
 from engines.batch.beginnings import find_beginnings
 from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
 from engines.batch.shard import Outputs
@@ -151,8 +151,7 @@ class WorkerGroup:
             batch = replace(batch, routes=None)
         if self.role.needs_topk_logprobs:
             return batch
-        unread = dict.fromkeys(("rollout_top_ids", "rollout_top_logprobs", "old_top_logprobs", "ref_top_logprobs"))
-        return replace(batch, **unread)
+        return replace(batch, **{name: None for name, about in COLUMNS.items() if about.of_likeliest})
 
     def plan_shards(self, batch: TrainBatch) -> Schedule:
         """Plan which rank computes which sequences of a batch."""

@@ -1,9 +1,11 @@
 """The algorithms by name, and the settings that choose one of them or its parts."""
 
+import ast
 import difflib
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 from annotated_types import Ge, Le
 
@@ -13,17 +15,24 @@ from rlworker.config.sections import CriticConfig, LimitsConfig
 
 TEACHER = "teacher "
 """Beginning of the role of a teacher; the source of its rows follows."""
-AdvantageName = Literal[
-    "grpo",
-    "turn_grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "distill",
-    "gae",
-]
+
+
+def list_advantages() -> dict[str, set[str]]:
+    """List the advantages that have a name, in their order: function of ``advantages`` -> its marks.
+
+    The file is read as text: settings are checked before anything takes the time to import torch.
+    """
+    tree = ast.parse((Path(__file__).parents[1] / "algorithms" / "advantages.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    marks = {function.name: {ast.unparse(mark) for mark in function.decorator_list} for function in functions}
+    return {name: found for name, found in marks.items() if "named" in found}
+
+
+_ADVANTAGES = list_advantages()
+if TYPE_CHECKING:  # a checker of types wants the names of a Literal written out
+    AdvantageName = str
+else:
+    AdvantageName = Literal[tuple(_ADVANTAGES)]
 SurrogateName = Literal["ppo", "gspo", "cispo", "gmpo", "sapo"]
 AggregationName = Literal["token_mean", "sequence_mean", "constant_length"]
 KlName = Literal["k1", "k2", "k3"]
@@ -101,8 +110,6 @@ _CLIPS = {"clip_low", "clip_high"}
 _CLIPS_OF = {"ppo": {*_CLIPS, "dual_clip"}, "gspo": _CLIPS, "cispo": _CLIPS, "gmpo": _CLIPS, "sapo": set()}
 """Surrogate -> its clips; SAPO's gate has none."""
 _SEQUENCE_RATIO = ("gspo", "gmpo")
-_OF_TOKENS = ("turn_grpo", "reinforce_plus_plus", "distill", "gae")
-"""Advantages that differ from token to token of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,11 @@ class AlgorithmConfig:
         return self.parts.advantage == "distill"
 
     @property
+    def loss_settings(self) -> dict[str, float]:
+        """Settings that a loss gets as keyword parameters of their names, where it has them."""
+        return {"entropy_coef": self.entropy_coef}
+
+    @property
     def samples_greedily(self) -> bool:
         """Tell whether each prompt gets a greedy completion in addition to its samples."""
         return self.greedy_baseline or self.parts.advantage == "remax"
@@ -260,7 +272,7 @@ class AlgorithmConfig:
                 f"lets a sequence count by its length, and surrogate {surrogate} has one ratio for all of it; set "
                 "--algorithm.aggregation sequence_mean",
             )
-        if surrogate in _SEQUENCE_RATIO and parts.advantage in _OF_TOKENS:
+        if surrogate in _SEQUENCE_RATIO and "differs_by_token" in _ADVANTAGES[parts.advantage]:
             self._refuse(
                 "advantage",
                 f"differs from token to token, and surrogate {surrogate} has one ratio for a whole sequence; take "

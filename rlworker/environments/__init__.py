@@ -1,7 +1,6 @@
 """Environments: each samples the policy as often as it likes, and puts observations between its turns."""
 
 from rlworker.environments.episode import Episode, RewardError
-from rlworker.environments.parts import combine_parts
 from rlworker.environments.policy import EpisodeLimit, NoVerdict, Policy, ToolFailure
 from rlworker.environments.record import Sample, Verdict
 from rlworker.environments.reward import Environment, Scorer, batch_reward, exact_match, one_turn
@@ -18,7 +17,6 @@ __all__ = [
     "ToolFailure",
     "Verdict",
     "batch_reward",
-    "combine_parts",
     "exact_match",
     "one_turn",
 ]

@@ -12,6 +12,7 @@ from rlworker.environments.reward import (
     AnswerFn,
     Environment,
     RewardFn,
+    ScoredTurn,
     check_arguments,
     check_reward,
     find_answer,
@@ -24,18 +25,13 @@ if TYPE_CHECKING:  # processes of environments load nothing of engines
     from engines.config import ServedModelConfig
 
 
-class CombinedParts:
+class CombinedParts(ScoredTurn):
     """The environment of one turn whose reward is the weighted sum of its parts. ``combine_parts`` makes it.
 
     Args:
         functions: name -> reward function. models: name of a served model -> its kind.
         weights: name -> weight. answer: as of ``one_turn``.
-
-    Attributes:
-        samples_first: as of ``OneTurn``.
     """
-
-    samples_first = True
 
     def __init__(
         self,
@@ -45,6 +41,7 @@ class CombinedParts:
         answer: AnswerFn | None,
     ):
         self.functions, self.models, self.weights, self.answer = functions, models, weights, answer
+        self.scorers = list(functions.values())
         self.__qualname__ = f"combine_parts({', '.join(weights)})"
 
     async def __call__(self, policy: Policy, row: Row) -> Episode:

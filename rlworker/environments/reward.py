@@ -74,7 +74,20 @@ class GroupCall:
         return (yield self)
 
 
-class OneTurn:
+class ScoredTurn:
+    """An environment of one turn whose reward functions are known.
+
+    Attributes:
+        scorers: the reward functions.
+        samples_first: True: the first sample continues the row's prompt, so that the driver requests it before a
+            process begins the episode.
+    """
+
+    scorers: Sequence[Callable] = ()
+    samples_first = True
+
+
+class OneTurn(ScoredTurn):
     """The environment of a scorer: one sample of the row's prompt, and the scorer's number as its reward.
 
     Args:
@@ -82,16 +95,13 @@ class OneTurn:
         answer: finds the answer in the sample's text, after it was scored.
 
     Attributes:
-        samples_first: True: the first sample continues the row's prompt, so that the driver requests it before a
-            process begins the episode.
         scores_groups: whether one call scores all samples of a prompt, so that they fail together.
         is_immediate: whether the episode awaits nothing after its sample except the numbers of its group.
     """
 
-    samples_first = True
-
     def __init__(self, scorer: Scorer, answer: AnswerFn | None = None):
         self.scorer = self.__wrapped__ = scorer
+        self.scorers = [scorer]
         self.answer = answer
         self.__qualname__ = name_function(scorer)
         self.scores_groups, self.is_immediate = is_batch(scorer), not is_async(scorer)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from engines.batch.batch import TrainBatch
+from engines.batch.batch import COLUMNS, TrainBatch
 from engines.batch.places import drop_firsts
 from engines.batch.samples import Completion, Sampling
 from engines.images import make_columns
 from hardware.megatron.form import NO_ROUTE
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
+from rlworker.errors import RunError
 
 if TYPE_CHECKING:
     from engines.models.vision.vision_spec import VisionSpec
@@ -141,6 +142,32 @@ def to_batch(
     return batch_groups([trajectories[start : start + size] for start in range(0, len(trajectories), size)], vision)
 
 
+def replay_support(batch: TrainBatch) -> TrainBatch:
+    """Return the batch with the ids that sampling kept at each place as ``support`` ``[N, k]``, -1 where there are
+    fewer.
+
+    k is the most that any place kept. The columns of the sampler's likeliest ids are removed.
+
+    Args:
+        batch: drawn with ``top_logprobs`` equal to the sampler's ``top_k``; an id of -1 was not kept.
+
+    Raises:
+        RunError: a sampled id is not among the ids that were kept, so that the trainer would give it no probability.
+    """
+    kept = batch.require_column("rollout_top_ids")
+    outside = batch.mask & ~(kept == batch.targets[:, None]).any(-1)
+    if outside.any():
+        place = int(outside.nonzero()[0, 0])
+        sequence = int(torch.searchsorted(torch.tensor(batch.lengths).cumsum(0), place, right=True))
+        raise RunError(
+            f"rollout: sequence {sequence} of the batch has id {int(batch.targets[place])} at place {place}, which is "
+            f"none of the {int((kept[place] >= 0).sum())} ids that sampling kept there: the rollout engine drew from "
+            "another distribution than it reported; leave --rollout.top-k, --rollout.top-p and --rollout.min-p out"
+        )
+    most = int((kept >= 0).sum(-1).max())
+    return replace(batch, support=kept[:, :most], rollout_top_ids=None, rollout_top_logprobs=None)
+
+
 def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> dict[str, np.ndarray]:
     """Place the numbers of sampled ids at these, ``[M]`` bool: columns ``[M]`` and ``[M, k]`` by the batch's names.
 
@@ -149,28 +176,20 @@ def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> di
     """
     size, tokens = len(sampled), int(sampled.sum())
     columns = {"rollout_logprobs": np.zeros(size, np.float32), "versions": np.full(size, -1, np.int32)}
-    logprobs = [completion.logprobs for completion in completions]
-    scored = sum(map(len, logprobs))
-    top = [(one.top_ids, one.top_logprobs) for one in completions if one.top_ids is not None]
-    if scored not in (0, tokens):
-        raise ValueError(
-            f"completions: {tokens} sampled ids and logprobs of {scored}, expected of all or of none; draw all "
-            "completions of a batch greedily or none"
-        )
-    if len(top) not in (0, len(completions)):
-        raise ValueError(
-            f"completions: {len(top)} of {len(completions)} have the logprobs of the likeliest ids, expected all or "
-            "none; draw all completions of a batch with the same top_logprobs"
-        )
-    if scored:  # none where they were drawn greedily
-        columns["rollout_logprobs"][sampled] = np.concatenate(logprobs)
     spans = np.asarray([span for completion in completions for span in completion.spans], np.int64).reshape(-1, 2)
     columns["versions"][sampled] = np.repeat(spans[:, 0], spans[:, 1])
-    if top:
-        kinds = ("rollout_top_ids", -1, np.int32), ("rollout_top_logprobs", -np.inf, np.float32)
-        for (name, blank, kind), parts in zip(kinds, zip(*top, strict=True), strict=True):
-            found = np.concatenate(parts)
-            columns[name] = np.full((size, found.shape[1]), blank, kind)
+    for name, about in COLUMNS.items():
+        entries = [getattr(completion, about.sampled) for completion in completions] if about.sampled else []
+        entries = [numbers for numbers in entries if numbers is not None]
+        known = sum(map(len, entries))
+        if known not in (0, tokens):
+            raise ValueError(
+                f"completions: {tokens} sampled ids and {about.sampled} of {known}, expected of all or of none; draw "
+                "all completions of a batch by the same settings, greedily or not"
+            )
+        if known:  # no logprobs where they were drawn greedily
+            found = np.concatenate(entries)
+            columns[name] = np.full((size, *found.shape[1:]), about.blank, found.dtype)
             columns[name][sampled] = found
     return columns
 

@@ -3,10 +3,11 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -59,6 +60,24 @@ class Score:
     def find(self, metrics: Mapping[str, Any]) -> float | None:
         """Find the score among metrics; None where they lack it, or it is NaN, which no order has."""
         return score if (score := metrics.get(self.name)) == score else None
+
+    def has_stalled(self, lines: Sequence[Mapping[str, Any]], patience: int) -> bool:
+        """Tell whether the last ``patience`` validations have found no new best; a patience of 0 is never used up.
+
+        Args:
+            lines: metrics of each step so far.
+        """
+        scores = [self.find(line) for line in lines if self.name in line]
+        values = [-math.inf if found is None else self.sign * found for found in scores]
+        best = max(range(len(values)), key=values.__getitem__, default=0)  # of equals the first
+        return 0 < patience < len(values) - best
+
+    def describe_stall(self, patience: int) -> str:
+        """Say why a run has ended early, and how to continue it."""
+        return (
+            f"{self.name} has had no new best for {patience} validations; --resume with a larger "
+            "--validation.patience goes on"
+        )
 
 
 class RunFolder:

@@ -13,8 +13,7 @@ from engines.models.spec import ModelSpec
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.data.rows import Row
 from rlworker.rollouts.manager import CANARY, RolloutManager
-from rlworker.rollouts.support import replay_support
-from rlworker.rollouts.trajectory import to_batch
+from rlworker.rollouts.trajectory import replay_support, to_batch
 from rlworker.trainers.agreement import compare_logprobs
 
 _CANARY_TOKENS = 64

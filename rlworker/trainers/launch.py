@@ -28,7 +28,6 @@ from rlworker.tracking.run_folder import RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.stop import SIGNALS, graceful_stop
-from rlworker.validation.patience import describe_stall, has_stalled
 
 if TYPE_CHECKING:
     from engines.models.spec import ModelSpec
@@ -162,9 +161,9 @@ def explain_end(config: RunConfig | SftConfig, folder: RunFolder) -> str:
     else:
         score = Score(config.choose_metric(), +1 if isinstance(config, RunConfig) else -1)
         lines = [line for line in read_metrics(folder.path) if line["step"] <= done]
-        if not (config.validation.patience and has_stalled(lines, score, config.validation)):
+        if not score.has_stalled(lines, config.validation.patience):
             return ""
-        reason = f"ended after step {done} of {config.steps}: {describe_stall(score, config.validation)}"
+        reason = f"ended after step {done} of {config.steps}: {score.describe_stall(config.validation.patience)}"
     return f"run: {folder.path} {reason}. Nothing was started; choose another --run-dir for a new run"
 
 

@@ -24,11 +24,12 @@ def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[i
     sequence = torch.repeat_interleave(torch.tensor(batch.lengths))
     names_by_row: dict[int, list[str]] = {}
     for name, column in (*batch.columns().items(), *((f"now_{name}", column) for name, column in outputs.items())):
-        if name == "rollout_top_logprobs":
+        about = COLUMNS.get(name)
+        if about and about.blank == -torch.inf:
             column = column.masked_fill(column == -torch.inf, 0.0)  # an entry that is not used
         if column.is_floating_point():
             positions = (~column.isfinite()).nonzero()[:, 0]
-            rows = positions if COLUMNS.get(name) == "sequence" else sequence[positions].unique()
+            rows = positions if about and about.kind == "sequence" else sequence[positions].unique()
             for row in rows.tolist():
                 names_by_row.setdefault(row, []).append(name)
     return dict(sorted(names_by_row.items())) or {row: [] for row in range(len(batch))}

@@ -29,8 +29,7 @@ from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
 from rlworker.rollouts.running import make_codec, read_sources, running_loop, set_limits
 from rlworker.rollouts.scoring import check_served, start_groups
-from rlworker.rollouts.support import replay_support
-from rlworker.rollouts.trajectory import batch_groups
+from rlworker.rollouts.trajectory import batch_groups, replay_support
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
 from rlworker.tracking.terminal import LOGGER, log_start

@@ -36,7 +36,6 @@ from rlworker.tracking.tracker import TrackedRun, Tracker
 from rlworker.tracking.trackers import Trackers, check_trackers
 from rlworker.trainers.outages import ADVICE, Outages
 from rlworker.trainers.stop import Stop
-from rlworker.validation.patience import describe_stall, has_stalled
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Processes = TypeVar("Processes", bound=Rollouts | StartingGroup | ProcessPool)
@@ -292,7 +291,7 @@ class Run(Generic[Config]):
             return metrics
         self.stop_request.in_hand = ""
         if self.steps_done < config.steps:
-            LOGGER.info(f"ended {ended}: {describe_stall(self.score, config.validation)}")
+            LOGGER.info(f"ended {ended}: {self.score.describe_stall(config.validation.patience)}")
         return metrics
 
     def reject_step(self, role: str, batch: TrainBatch, outputs: Outputs) -> None:
@@ -303,9 +302,9 @@ class Run(Generic[Config]):
 
     def _has_stalled(self, metrics: Mapping[str, float]) -> bool:
         """Tell whether to end early; asked after each validation, and as a run is taken up."""
-        settings = self.config.validation
-        is_asked = settings.patience and (not metrics or self.score.name in metrics)
-        return bool(is_asked) and has_stalled(read_metrics(self.folder.path), self.score, settings)
+        patience = self.config.validation.patience
+        is_asked = patience and (not metrics or self.score.name in metrics)
+        return bool(is_asked) and self.score.has_stalled(read_metrics(self.folder.path), patience)
 
     def _is_save_due(self, metrics: dict[str, float]) -> bool:
         checkpoint = self.config.checkpoint

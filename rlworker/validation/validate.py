@@ -12,7 +12,6 @@ from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import score_groups
 from rlworker.rollouts.trajectory import TrajectoryGroup
-from rlworker.validation.estimates import estimate_majority, estimate_pass
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,8 @@ def _average(groups: Sequence[TrajectoryGroup]) -> float:
 
 def _estimate(groups: Sequence[TrajectoryGroup], config: RunConfig) -> dict[str, float]:
     """Average mean@n and pass@k over prompts, and maj@k where the environment finds answers."""
+    from rlworker.validation.estimates import estimate_majority, estimate_pass  # greedy answers alone need none
+
     samples = config.validation.samples
     rights = [[is_pass(one.reward, config.environment.pass_reward) for one in group] for group in groups]
     answers = [[one.answer.strip() for one in group] for group in groups]

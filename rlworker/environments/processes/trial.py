@@ -20,10 +20,9 @@ from typing import Any, Literal, cast
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, read_first_row
 from rlworker.environments.episode import RewardError, read_number
-from rlworker.environments.parts import CombinedParts
 from rlworker.environments.reward import (
     Environment,
-    OneTurn,
+    ScoredTurn,
     describe_score,
     is_batch,
     split_score,
@@ -49,9 +48,7 @@ class _Finding:
 
 def list_scorers(environment: Environment) -> list[Callable]:
     """List the reward functions that an environment of one turn calls; empty for other environments."""
-    if isinstance(environment, OneTurn):
-        return [environment.scorer]
-    return list(environment.functions.values()) if isinstance(environment, CombinedParts) else []
+    return list(environment.scorers) if isinstance(environment, ScoredTurn) else []
 
 
 def try_rewards(

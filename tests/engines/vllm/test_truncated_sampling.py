@@ -15,7 +15,7 @@ from engines.models.spec import ModelSpec
 from recipes.common.addition import make_model, make_tokenizer
 from rlworker.checks.reference.huggingface import iterate_logits
 from rlworker.environments.codec import Codec
-from rlworker.rollouts.support import replay_support
+from rlworker.rollouts.trajectory import replay_support
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
 TEMPERATURE, TOP_K, TOP_P, LEAST, MOST, EOS = 0.7, 20, 0.9, 4, 16, 2

@@ -13,12 +13,13 @@ from support.rounding import Draw, check_distances, measure_rounding
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms import advantages
 from rlworker.algorithms.advantages import (
+    Selection,
     add_kl_penalty,
     gae,
     returns_to_go,
+    sum_discounted,
     whiten,
 )
-from rlworker.algorithms.discounting import Selection, sum_discounted
 from rlworker.algorithms.losses import kl_k2
 from rlworker.algorithms.objective import check_group_size, configure_advantage
 from rlworker.config.run import CriticConfig, RunConfig

@@ -231,7 +231,7 @@ def test_a_batch_is_counted_as_it_is():
     wide = {"rollout_top_ids": torch.zeros(64, 4, dtype=torch.int32), "rollout_top_logprobs": torch.zeros(64, 4)}
     wide |= {"old_top_logprobs": torch.zeros(64, 5)}
     batch = TrainBatch.from_ids([[1] * 65], [1])
-    rest = [name for name in COLUMNS if getattr(batch, name) is None and COLUMNS[name] != "sequence"]
+    rest = [name for name in COLUMNS if getattr(batch, name) is None and COLUMNS[name].kind != "sequence"]
     # A support stands in the place of the likeliest ids, a teacher's logprobs in that of the old ones. How wide routes
     # are is the model's matter: none is counted.
     counted = {*ints, *wide, "support", "ref_top_logprobs", "routes"}

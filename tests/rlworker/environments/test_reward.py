@@ -19,8 +19,9 @@ from support.environments.runners import LIMITS, Engines, LocalPool, make_loop, 
 from engines.batch.samples import Sampling
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import EnvironmentConfig
-from rlworker.environments import Episode, combine_parts, one_turn
+from rlworker.environments import Episode, one_turn
 from rlworker.environments.episode import read_number
+from rlworker.environments.parts import combine_parts
 from rlworker.environments.processes.trial import try_rewards
 from rlworker.environments.reward import OneTurn, batch_reward, is_batch, make_environment
 

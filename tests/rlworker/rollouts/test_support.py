@@ -8,7 +8,7 @@ from support.ranks.engines_cases import build_engine, gather_logits, plan
 from support.ranks.pool import draw_address
 
 from engines.batch.batch import TrainBatch
-from rlworker.rollouts.support import replay_support
+from rlworker.rollouts.trajectory import replay_support
 
 VOCAB, KEPT = 99, 7
 

@@ -89,7 +89,7 @@ def test_the_likeliest_ids_are_those_of_sampled_ids_alone():
     none = [-1, -1]
     assert made.rollout_top_ids.tolist() == [none, [13, 14], [14, 15], none, [16, 17], [22, 23]]
     assert made.rollout_top_logprobs[made.mask].tolist() == [[-12, -12], [-13, -13], [-15, -15], [-21, -21]]
-    with pytest.raises(ValueError, match="have the logprobs of the likeliest ids, expected all or none"):
+    with pytest.raises(ValueError, match="4 sampled ids and top_ids of 3, expected of all or of none; draw all"):
         batch([make_episode(first, make_sequence("p2", 20))])
 
 

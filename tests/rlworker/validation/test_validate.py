@@ -13,10 +13,10 @@ from rlworker.config.sections import DataConfig, EnvironmentConfig
 from rlworker.config.sft import SftConfig
 from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import Row
-from rlworker.environments import Episode, combine_parts, one_turn
+from rlworker.environments import Episode, one_turn
+from rlworker.environments.parts import combine_parts
 from rlworker.errors import RunError
 from rlworker.tracking.run_folder import Score
-from rlworker.validation.patience import has_stalled
 
 SAMPLES = ("5", "7", "7", "8")
 """What is sampled of every prompt; the greedy answer is 5."""
@@ -184,7 +184,7 @@ def test_the_best_is_by_the_first_set_unless_a_metric_is_named():
 
 def test_patience_takes_no_number_for_no_best():
     """A run that improves after a loss of NaN goes on; one that has lost its numbers ends."""
-    score, patient = Score("heldout_loss", -1), ValidationConfig(patience=3)
-    tell = lambda *losses: has_stalled([{"heldout_loss": loss} for loss in losses], score, patient)  # noqa: E731
+    score = Score("heldout_loss", -1)
+    tell = lambda *losses: score.has_stalled([{"heldout_loss": loss} for loss in losses], 3)  # noqa: E731
     assert not tell(math.nan, 3.0, 2.0, 1.0)
     assert tell(3.0, 1.0, 2.0, math.nan, math.nan) and tell(*[math.nan] * 4)

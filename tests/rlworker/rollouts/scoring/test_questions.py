@@ -12,7 +12,8 @@ import pytest
 from support.environments.runners import LocalPool, make_rows, run_episodes
 
 from engines.config import ServedModelConfig
-from rlworker.environments import Episode, NoVerdict, combine_parts
+from rlworker.environments import Episode, NoVerdict
+from rlworker.environments.parts import combine_parts
 from rlworker.environments.record import Verdict
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -16,7 +16,7 @@ from engines.config import MegatronConfig, OptimizerConfig, ServedModelConfig, V
 from recipes.common.addition import make_data, make_tokenizer
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig, EnvironmentConfig, RecoveryConfig
-from rlworker.environments import combine_parts
+from rlworker.environments.parts import combine_parts
 from rlworker.tracking.log import name_samples
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
