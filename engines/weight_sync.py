@@ -1,16 +1,22 @@
-"""Weights between a training engine and rollout engines: buckets of bytes, each with a checksum."""
+"""Weights between a training engine and rollout engines: buckets of bytes, each with a checksum.
+
+The driver imports this module, and no torch with it.
+"""
+
+from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ALIGN = 16
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
@@ -55,6 +61,8 @@ class WeightBucket:
         Raises:
             ValueError: the bytes do not match the checksum.
         """
+        import torch
+
         self.check()
         data = torch.from_numpy(self.data if self.data.flags.writeable else self.data.copy())
         views = []
@@ -168,6 +176,8 @@ def _cut(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[_Part]:
 
 
 def _pack(parts: Sequence[_Part]) -> WeightBucket:
+    import torch
+
     entries, end = [], 0
     for name, tensor, first, last in parts:
         start = -(-end // _ALIGN) * _ALIGN
@@ -182,4 +192,6 @@ def _pack(parts: Sequence[_Part]) -> WeightBucket:
 
 
 def _count_bytes(shape: tuple[int, ...], dtype_name: str) -> int:
+    import torch
+
     return math.prod(shape) * getattr(torch, dtype_name).itemsize

@@ -1,6 +1,6 @@
 """The platforms by name. To add one, add a folder ``hardware/NAME/`` and its line in ``PLATFORMS``."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
 from hardware.platform import Platform
@@ -27,5 +27,4 @@ def get_platform(name: str) -> Platform:
     """Return the platform of this name; ValueError if there is none."""
     if name not in PLATFORMS:
         raise ValueError(f"platform: {name!r} is not available, expected one of {list(PLATFORMS)}")
-    module, _, class_name = PLATFORMS[name].partition(":")
-    return getattr(import_module(module), class_name)()
+    return resolve_name(PLATFORMS[name])()

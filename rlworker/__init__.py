@@ -21,8 +21,8 @@ A name is imported when it is asked for, so that settings are checked before tor
 these names may move; the names stay.
 """
 
-import importlib
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import engines
@@ -112,12 +112,9 @@ _HOMES = {
     "rlworker.trainers.rl": ("Trainer",),
     "rlworker.trainers.sft": ("SftTrainer",),
 }
-_MODULES = {
-    "advantages": "rlworker.algorithms.advantages",
-    "losses": "rlworker.algorithms.losses",
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = [*_HOME_OF, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  of the table above
+_PLACES = {name: f"{home}:{name}" for home, names in _HOMES.items() for name in names}
+_PLACES |= {name: f"rlworker.algorithms.{name}" for name in ("advantages", "losses")}
+__all__ = [*_PLACES]  # pyright: ignore[reportUnsupportedDunderAll]  of the table above
 
 for _package in (engines, hardware):
     if Path(_package.__file__ or "").resolve().parent.parent != Path(__file__).resolve().parent.parent:
@@ -128,10 +125,8 @@ for _package in (engines, hardware):
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name in _PLACES:
+        return resolve_name(_PLACES[name])
     raise AttributeError(f"module 'rlworker' has no attribute {name!r}")
 
 

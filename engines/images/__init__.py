@@ -7,7 +7,8 @@ package.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,21 +18,33 @@ if TYPE_CHECKING:
     from engines.models.vision.vision_spec import VisionSpec
 
 
+class ImageModules(NamedTuple):
+    """The modules that read images: where their tokens are, and their pixels."""
+
+    columns: ModuleType
+    decoding: ModuleType
+    placeholders: ModuleType
+    processor: ModuleType
+
+
 def make_columns(
     sequences: Sequence[Sequence[int] | np.ndarray], images: Sequence[tuple[Image, ...]], vision: VisionSpec | None
 ) -> dict:
     """Make the columns of a ``TrainBatch`` that say where its images are, as ``make_image_columns``; none of text."""
     if vision is None:
         return {}
-    from engines.images.columns import make_image_columns
-
-    return make_image_columns(sequences, images, vision)
+    return import_modules().columns.make_image_columns(sequences, images, vision)
 
 
 def list_margins(model: ModelSpec) -> tuple[int, ...]:
     """Return the tokens that may be part of an image's margin, as ``list_margin_tokens``; none of a model of text."""
     if model.vision is None:
         return ()
-    from engines.images.placeholders import list_margin_tokens
+    return import_modules().placeholders.list_margin_tokens(model)
 
-    return list_margin_tokens(model)
+
+def import_modules() -> ImageModules:
+    """Import what only images need, and return it."""
+    from engines.images import columns, decoding, placeholders, processor
+
+    return ImageModules(columns, decoding, placeholders, processor)

@@ -1,11 +1,13 @@
 """A platform of any name whose device is not there."""
 
-from typing import Any, cast
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
-from hardware.megatron import shims
 from hardware.platform import Platform
+
+if TYPE_CHECKING:
+    import torch
 
 
 def make_shaped(platform: Platform) -> Platform:
@@ -23,10 +25,8 @@ def make_shaped(platform: Platform) -> Platform:
         )
 
     def init_process(self, local_rank: int) -> torch.device:
-        from hardware.shapes.device import open_device  # it brings torch's tracing, which takes seconds
-
-        device, runtime = open_device()
-        shims.install(runtime)
+        device, runtime = platform.load("device", "hardware.shapes").open_device()
+        platform.load("shims", "hardware.megatron").install(runtime)
         return device
 
     own: dict[str, Any] = {"dist_backend": "fake", "init_process": init_process, "get_device_key": lambda self: None}

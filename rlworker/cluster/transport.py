@@ -13,6 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from engines.weight_sync import pack_buckets
 from hardware.platform import HOST, Platform
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.watch import wait_for
@@ -265,8 +266,6 @@ class WeightSender:
         Raises:
             RayError: the first error that a rollout worker raised.
         """
-        from engines.weight_sync import pack_buckets
-
         digests, way = {}, receivers[0].way if receivers else HOST
 
         def export() -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,6 @@ this module imports neither.
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -168,7 +168,7 @@ class TrainWorker(_Worker):
 
     def run(self, role: str, function: str, *args) -> Any:
         """Call ``function(engine, *args)``; ``function`` is ``module:function``, which the controller cannot import."""
-        return _named(function)(self._use(role), *args)
+        return _call_named(self._use(role), function, *args)
 
     def train_step(self, role: str, shard: Shard, loss_fn: LossFn, denominator: float) -> StepResult:
         return self._use(role).train_step(shard, loss_fn, denominator)
@@ -322,7 +322,11 @@ class RolloutWorker(WeightReceiver, _Worker):
 
     def run(self, function: str, *args):
         """Call ``function(engine, *args)``, where ``function`` is ``module:function``."""
-        return self.loop.call(_named(function), self.engine, *args)
+        return self.loop.call(_call_named, self.engine, function, *args)
+
+
+def _call_named(engine: Any, function: str, *args: Any) -> Any:
+    return resolve_name(function)(engine, *args)
 
 
 def _import_megatron():
@@ -350,8 +354,3 @@ def _refuse_planted(who: str) -> None:
     """Raise RuntimeError where a fault is planted: mended or not, the process is not handed on to a run."""
     if "engines.probes.faults" in sys.modules:
         raise RuntimeError(f"{who}: faults were planted into this process, so that it ends with its run")
-
-
-def _named(function: str):
-    module, name = function.split(":")
-    return getattr(importlib.import_module(module), name)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.config import MegatronConfig
+from engines.images import import_modules
 from engines.models.hub import FindModel
 from engines.models.spec import ModelSpec
 from rlworker.config.model_checks import check_trainable
@@ -92,9 +93,8 @@ def check_same_image_processing(model: ModelSpec, actor: ModelSpec, is_whole: bo
         )
     if not is_whole:
         return
-    from engines.images.processor import ImageProcessor
-
-    settings, actor_settings = (_read_pixel_settings(ImageProcessor(*one)) for one in seeing)
+    make_processor = import_modules().processor.ImageProcessor
+    settings, actor_settings = (_read_pixel_settings(make_processor(*one)) for one in seeing)
     if differing := sorted(key for key in settings | actor_settings if settings.get(key) != actor_settings.get(key)):
         raise ValueError(
             f"model: the image processors in {model.folder!r} and {actor.folder!r} differ in {', '.join(differing)}, "

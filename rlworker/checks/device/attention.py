@@ -123,8 +123,7 @@ def compare_attention(
     Returns:
         the distances of the output, and of the gradients of query, key and value.
     """
-    from hardware.megatron import layers
-
+    layers = platform.load("layers", "hardware.megatron")
     device = device or torch.get_default_device()
     case = AttentionCase(lengths, rules[0] if len(rules) == 1 else rules[layer - 1], sharing)
     inputs, weight = case.draw()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import count
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,10 +49,12 @@ def make_image_batch(vision: VisionSpec, length: int, rows: int) -> TrainBatch:
     return TrainBatch.from_ids(sequences, [len(prompt)] * rows, **columns)
 
 
-def replace_images(vision: VisionSpec, mode: ShapeMode) -> None:
-    """Replace image files by patches without numbers, and keep grids and places of image tokens on the host."""
-    from engines.megatron.vision import embedding
+def replace_images(vision: VisionSpec, mode: ShapeMode, embedding: ModuleType) -> None:
+    """Replace image files by patches without numbers, and keep grids and places of image tokens on the host.
 
+    Args:
+        embedding: the module ``engines.megatron.vision.embedding``, which imports Megatron.
+    """
     module: Any = embedding
     layouts: Any = Layout
     add_tower, copy, find, build = module.add_tower, module.to_device, module.Vision._places, Layout.build

@@ -20,6 +20,7 @@ from engines.megatron import engine as engines
 from engines.megatron import model as models
 from engines.megatron import weights
 from engines.megatron.groups import init_distributed
+from engines.megatron.vision import embedding
 from engines.models.spec import ModelSpec
 from engines.probes.saved_bytes import SavedBytes, find_place
 from hardware.platform import Platform
@@ -44,7 +45,7 @@ def run_rank(case: RankCase, platform: Platform, device: torch.device) -> RankCo
     if case.model.experts:
         tell_experts(case, mode)
     if case.model.vision:
-        replace_images(case.model.vision, mode)
+        replace_images(case.model.vision, mode, embedding)
     _replace_files(case.model, mode)
     for rank in range(case.config.ranks):
         store.set(f"rank {rank}", "here")

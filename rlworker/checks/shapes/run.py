@@ -12,6 +12,7 @@ from engines.megatron.memory.activations import MicroBatch
 from engines.megatron.memory.estimate import RankMemory, compute_rank_memory
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
+from hardware.shapes.platform import make_shaped
 from rlworker.checks.shapes.case import RankCase, RankCount
 from rlworker.config.memory import GB, count_row_slots, count_share, plan_micro_batch
 from rlworker.config.run import RunConfig
@@ -86,8 +87,6 @@ def _run(case: RankCase) -> RankCount:
     import warnings
 
     warnings.filterwarnings("ignore")  # of Megatron, which lacks optional packages
-    from hardware.shapes.platform import make_shaped
-
     platform = make_shaped(get_platform(case.platform))
     device = platform.init_process(0)
     from rlworker.checks.shapes.rank import run_rank  # and with it Megatron

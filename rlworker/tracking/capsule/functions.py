@@ -1,10 +1,10 @@
 """Losses in a capsule, by the names of their functions and the arguments that are bound."""
 
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -53,11 +53,8 @@ def find_function(described: dict[str, Any]) -> Callable:
     Raises:
         ValueError: its module cannot be imported here, or has no such function.
     """
-    module, _, name = described["function"].partition(":")
     try:
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
+        function: Any = resolve_name(described["function"])
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"capsule: its loss {described['function']!r} cannot be found: {error}; start the command in the folder of "

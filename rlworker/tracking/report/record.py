@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+import rlworker
 from rlworker.config.changes import flatten, flatten_config
 from rlworker.config.run import RunConfig
 from rlworker.tracking.log import read_metrics
@@ -75,9 +76,7 @@ class RunRecord:
     def _list_defaults(self) -> dict:
         if "rollout" in self.stored:
             return flatten_config(RunConfig())
-        from rlworker.config.sft import SftConfig
-
-        return flatten_config(SftConfig())
+        return flatten_config(rlworker.SftConfig())
 
     def measure_axes(self) -> dict[str, list[float]]:
         """Return the position of each line on the axes of a curve: ``step``, ``tokens`` and ``seconds``.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from engines.images import import_modules
 from rlworker.tracking.log import name_samples
 
 _MOST_BYTES = 500_000
@@ -93,18 +94,18 @@ def make_thumbnails(paths: Sequence[str]) -> list[tuple[str, str]]:
         return []
     from PIL import Image as PILImage  # runs without images load neither
 
-    from engines.images.decoding import DECODING_ERRORS, convert_to_rgb
+    decoding = import_modules().decoding
 
     thumbnails = []
     for path in paths:
         try:
             with PILImage.open(path) as image:
-                small = convert_to_rgb(image)
+                small = decoding.convert_to_rgb(image)
                 small.thumbnail((_THUMBNAIL, _THUMBNAIL))
                 encoded = {kind: _encode(small, kind) for kind in ("png", "jpeg")}
             kind = min(encoded, key=lambda kind: len(encoded[kind]))  # of drawings PNG is smaller, of photographs JPEG
             thumbnails.append((path, f"data:image/{kind};base64,{base64.b64encode(encoded[kind]).decode()}"))
-        except DECODING_ERRORS:
+        except decoding.DECODING_ERRORS:
             thumbnails.append((path, ""))
     return thumbnails
 
