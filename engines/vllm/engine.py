@@ -25,7 +25,7 @@ from engines.vllm.read_back import merge_readings
 from engines.vllm.sleep import Sleep
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import PieceJoiner, WeightBucket, share_bucket
-from hardware.attention.rollouts import find_rollout_backend
+from hardware.attention.rollouts import find_needed_arguments, find_rollout_backend
 from hardware.platform import HOST, Platform
 from hardware.vllm_versions import CACHE_MANAGER
 
@@ -117,6 +117,7 @@ class VllmEngine:
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # on a CPU it would have the last word
         sleeps = takes_turns and platform.can_sleep
         arguments = platform.rollout_settings | _make_settings(model, config, worker.name, sleeps)
+        arguments |= find_needed_arguments(backend, model.rules)
         self.weight_way = find_weight_way(config, platform, takes_turns)
         if self.weight_way != HOST:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=self.weight_way)

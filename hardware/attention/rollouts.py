@@ -4,7 +4,8 @@ A rollout that misreads a rule samples from another model, mostly without an err
 table before anything starts. docs/masks.md describes the table for users.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from hardware.attention.cell import Cell
 from hardware.attention.rules import RULES, Rule
@@ -71,10 +72,40 @@ ROLLOUTS: dict[str, dict[str, Cell]] = {
             "it has no rule for images and computes them causally, without a word",
             "a model of causal images, such as Qwen's, or rollouts on another platform",
         ),
-        "state": Cell(False, "nobody read its kernels of gated delta nets", "rollouts on another platform"),
+        "state": Cell(
+            True, "recurrent and chunk kernels of vllm-ascend 0.23: a state and a convolution begin at zero anew"
+        ),
     },
 }
 """Backend -> part of a rule -> its cell. A backend is vLLM's on one kind of machine, with this project's settings."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A backend computes a part of a rule under these settings of an engine alone.
+
+    Attributes:
+        dtypes: types of weights that its kernels take, the first is the nearest to any other.
+        arguments: arguments of vLLM's LLM that the engine sets, and that the settings may not change.
+        reason: why, for the message of a refusal. warning: what a run says at its start.
+    """
+
+    dtypes: tuple[str, ...]
+    arguments: Mapping[str, bool]
+    reason: str
+    warning: str
+
+
+NEEDS = {
+    "vllm_ascend/state": Needs(
+        ("bfloat16",),
+        {"enforce_eager": True, "enable_prefix_caching": False},
+        "kernels of gated delta nets take bfloat16 alone, and were read without graphs and without cached prefixes",
+        "kernels of gated delta nets were read in vllm-ascend 0.23.0 and ran nowhere here; the limits on the "
+        "difference of logprobs watch them from the first step on",
+    )
+}
+"""Cell by its name in ``PLACES`` -> what it needs. All of these cells are untested."""
 
 PLACES = {f"{backend}/{part}": cell for backend, cells in ROLLOUTS.items() for part, cell in cells.items()}
 """Name of a cell in ``attention_override`` -> cell."""
@@ -108,6 +139,43 @@ def find_rollout_backend(backends: Iterable[str], rules: Iterable[Rule], overrid
         f"rollout: no backend honours a model with the rules {', '.join(parts)}: {'. '.join(refusals)}. Or name the "
         "cell in --rollout.attention-override, and the run is approximate"
     )
+
+
+def find_needed_arguments(backend: str, rules: Iterable[Rule]) -> dict[str, bool]:
+    """Return the arguments of vLLM's LLM that a backend needs to compute all rules of a model."""
+    arguments: dict[str, bool] = {}
+    for _, needs in _find_needs(backend, rules):
+        arguments |= needs.arguments
+    return arguments
+
+
+def check_needs(backend: str, rules: Iterable[Rule], dtype: str, arguments: Mapping[str, object]) -> None:
+    """Raise ValueError if an engine's settings are none by which a backend computes all rules of a model.
+
+    Args:
+        dtype: type of the weights. arguments: arguments of vLLM's LLM that the settings give.
+    """
+    for place, needs in _find_needs(backend, rules):
+        if dtype not in needs.dtypes:
+            raise ValueError(
+                f"rollout: {place}: {needs.reason}, and --rollout.dtype is {dtype}, expected {needs.dtypes[0]}; set it"
+            )
+        for name, needed in needs.arguments.items():
+            if bool(arguments.get(name, needed)) != needed:
+                raise ValueError(
+                    f"rollout: {place}: {needs.reason}, and --rollout.vllm sets {name} {arguments[name]}, expected "
+                    f"{needed}; leave it out"
+                )
+
+
+def list_needs_warnings(backend: str, rules: Iterable[Rule]) -> list[str]:
+    """Return a warning for each cell of a backend that a model uses and that has needs."""
+    return [f"rollout: {place} is untested: {needs.warning}" for place, needs in _find_needs(backend, rules)]
+
+
+def _find_needs(backend: str, rules: Iterable[Rule]) -> list[tuple[str, Needs]]:
+    places = [f"{backend}/{part}" for part in list_parts(rules)]
+    return [(place, NEEDS[place]) for place in places if place in NEEDS]
 
 
 def check_rollout_override(override: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import naming_failures
 from rlworker.cluster.workers import Role, RolloutWorker
+from rlworker.config.model_checks import list_model_warnings
 
 _PROBES = "engines.probes.megatron:"
 _FLOOR, _MOST = 5.0, 0.5
@@ -78,7 +79,8 @@ def start_engines(
         folder: folder for the images of the case; empty makes one for as long as the engines run.
     """
     model = config.check_model()
-    for warning in list_version_warnings(config.ignore_versions):
+    warnings = list_version_warnings(config.ignore_versions)
+    for warning in warnings + list_model_warnings(model, config.platform, config.rollout):
         tell(warning)
     temperature = config.rollout.temperature
     with ExitStack() as running:

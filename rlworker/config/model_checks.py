@@ -10,7 +10,7 @@ from engines.models.folders.hf_folder import check_tensors
 from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
-from hardware.attention.rollouts import find_rollout_backend, list_parts
+from hardware.attention.rollouts import check_needs, find_rollout_backend, list_needs_warnings, list_parts
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from hardware.platforms import get_platform
@@ -58,8 +58,16 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
         )
     check_rollout_rules(model, rollout, platform)
     backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)
+    check_needs(backend, model.rules, rollout.dtype, rollout.vllm)
     platform.check_vllm_features(backend, rollout.spreads_experts)
     _check_cache(model, rollout, platform)
+
+
+def list_model_warnings(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> list[str]:
+    """List warnings about a rollout of a model that ``check_rollout`` has passed."""
+    platform = get_platform(platform_name)
+    backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)
+    return list_needs_warnings(backend, model.rules)
 
 
 def read_architectures(folder: str) -> list[str]:

@@ -162,7 +162,7 @@ class Trainer(Run[RunConfig]):
     def begin(self) -> None:
         super().begin()
         LOGGER.info(describe_limits(self.config, self.floor))
-        for warning in list_warnings(self.config):
+        for warning in list_warnings(self.config, self.models["actor"]):
             LOGGER.warning(warning)
 
     def step(self) -> tuple[dict[str, float], list[dict]]:

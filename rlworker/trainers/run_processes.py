@@ -7,6 +7,7 @@ from engines.models.spec import ModelSpec
 from hardware.attention.rollouts import list_rollout_warnings
 from hardware.vllm_versions import list_version_warnings
 from rlworker.cluster.workers import Role
+from rlworker.config.model_checks import list_model_warnings
 from rlworker.config.run import RunConfig
 
 
@@ -36,9 +37,10 @@ def list_groups(config: RunConfig, models: Mapping[str, ModelSpec]) -> Iterator[
         yield name, config.platform, (roles[name],), config.seed
 
 
-def list_warnings(config: RunConfig) -> list[str]:
-    """List warnings about the rollouts of a run."""
+def list_warnings(config: RunConfig, model: ModelSpec) -> list[str]:
+    """List warnings about the rollouts of a run, by the model that samples."""
     warnings = list_rollout_warnings(config.rollout.attention_override)
+    warnings += list_model_warnings(model, config.platform, config.rollout)
     warnings += list_version_warnings(config.ignore_versions)
     if config.rollout.staleness and config.importance == "none":
         warnings = [

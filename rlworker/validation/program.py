@@ -18,7 +18,7 @@ from rlworker.cluster.ray import check_ray, running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.watch import limiting_stalls, naming_failures
 from rlworker.config.changes import read_differences
-from rlworker.config.model_checks import check_folder, check_rollout
+from rlworker.config.model_checks import check_folder, check_rollout, list_model_warnings
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import check_rows, check_vocabulary, read_rows
 from rlworker.environments.codec import Codec
@@ -93,7 +93,8 @@ class Evaluation:
         self.model = ModelSpec.from_folder(find_model(config.model))
         check_folder(self.model)
         check_rollout(self.model, config.platform, config.rollout)
-        for warning in list_version_warnings(config.ignore_versions):
+        warnings = list_version_warnings(config.ignore_versions)
+        for warning in warnings + list_model_warnings(self.model, config.platform, config.rollout):
             LOGGER.warning(warning)
         self.served = check_served(config, find_model)
         for path in config.data.heldouts.values():

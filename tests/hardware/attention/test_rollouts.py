@@ -5,8 +5,11 @@ import pytest
 from hardware.attention.rollouts import (
     PLACES,
     ROLLOUTS,
+    check_needs,
     check_rollout_override,
+    find_needed_arguments,
     find_rollout_backend,
+    list_needs_warnings,
     list_rollout_warnings,
 )
 from hardware.attention.rules import CAUSAL, RULES, Rule
@@ -52,8 +55,32 @@ def test_on_devices(rules):
 def test_states():
     assert find("cuda", STATES) == "vllm_cuda"
     assert find("cpu", STATES) == find("npu-emulated", STATES) == "vllm_cpu_states"
-    with pytest.raises(ValueError, match="vllm_ascend/state is refused: "):
-        find("npu", STATES)
+    assert find("npu", STATES) == "vllm_ascend" and PLACES["vllm_ascend/state"].evidence == "untested"
+
+
+def test_states_on_ascend_are_computed_as_their_kernels_were_read():
+    needed = {"enforce_eager": True, "enable_prefix_caching": False}
+    assert find_needed_arguments("vllm_ascend", STATES) == needed
+    check_needs("vllm_ascend", STATES, "bfloat16", {})
+    check_needs("vllm_ascend", STATES, "bfloat16", needed)
+    for backend, rules in (("vllm_ascend", (CAUSAL,)), ("vllm_cuda", STATES)):
+        check_needs(backend, rules, "float32", {"enforce_eager": False, "enable_prefix_caching": True})
+        assert find_needed_arguments(backend, rules) == {} and list_needs_warnings(backend, rules) == []
+    (warning,) = list_needs_warnings("vllm_ascend", STATES)
+    assert "vllm_ascend/state is untested" in warning and "0.23.0" in warning
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "message"),
+    [
+        ("float32", {}, "--rollout.dtype is float32, expected bfloat16; set it"),
+        ("bfloat16", {"enforce_eager": False}, "sets enforce_eager False, expected True; leave it out"),
+        ("bfloat16", {"enable_prefix_caching": True}, "sets enable_prefix_caching True, expected False; leave it out"),
+    ],
+)
+def test_what_was_not_read_of_states_on_ascend_is_refused(dtype, arguments, message):
+    with pytest.raises(ValueError, match=f"rollout: vllm_ascend/state: kernels .* bfloat16 alone, .*{message}"):
+        check_needs("vllm_ascend", STATES, dtype, arguments)
 
 
 @pytest.mark.parametrize("rule", [Rule(causal=False), Rule(chunk=4), Rule(prefix=True)], ids=str)

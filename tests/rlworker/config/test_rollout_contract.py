@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from support.program import run_program
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.config.rollout import find_weight_way
+from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from rlworker.__main__ import main
 from rlworker.checks.tiny.models import (
@@ -55,6 +57,39 @@ def test_an_override_of_another_machine_does_nothing(gemma):
 def test_an_override_does_not_bring_back_the_kernel_of_states(backend):
     with pytest.raises(ValueError, match=f"{backend}/state' does nothing: .*nearest: vllm_cpu_states, which is taken"):
         replace(ROLLOUT, attention_override=(f"{backend}/state",))
+
+
+def test_states_on_ascend_are_allowed_as_untested_and_said_so(tmp_path):
+    from rlworker.trainers.run_processes import list_warnings
+
+    folder = make_tiny_model(tmp_path, "qwen3_5_text", head_dims=(64,))
+    with pytest.raises(ValueError, match=r"vllm_ascend/state: .* --rollout.dtype is float32, expected bfloat16"):
+        check_engines(folder, "npu", MegatronConfig(), ROLLOUT)
+    rollout = replace(ROLLOUT, dtype="bfloat16")
+    model = check_engines(folder, "npu", MegatronConfig(), rollout)
+    config = RunConfig(model=folder, platform="npu", rollout=replace(rollout, max_model_len=2048))
+    assert [w for w in list_warnings(config, model) if "vllm_ascend/state is untested" in w]
+    on_cpu = replace(config, platform="npu-emulated")
+    assert not [w for w in list_warnings(on_cpu, model) if "untested" in w]
+
+
+@pytest.mark.large  # it imports vLLM
+def test_vllm_gets_the_arguments_that_states_on_ascend_need(tmp_path):
+    from engines.vllm import engine
+
+    started = []
+
+    def start(**arguments):
+        started.append(arguments)
+        raise InterruptedError
+
+    for kind in ("qwen3_5_text", "qwen2"):
+        model = ModelSpec.from_folder(make_tiny_model(tmp_path / kind, kind, head_dims=(64,)))
+        with patch.object(engine, "LLM", start), pytest.raises(InterruptedError):
+            engine.VllmEngine(model, replace(ROLLOUT, dtype="bfloat16"), get_platform("npu"))
+    of_states, plain = started
+    assert (of_states["enable_prefix_caching"], of_states["enforce_eager"]) == (False, True)
+    assert "enable_prefix_caching" not in plain
 
 
 @pytest.mark.parametrize(
