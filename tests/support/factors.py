@@ -25,7 +25,7 @@ EXPERT_FAMILIES = ("qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "mixtral", "glm4
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "internvl")
 IMAGE_EXPERT_FAMILIES = ("qwen3_vl_moe",)
 """Families with images and experts: those of the dense family, and experts beside."""
-IMAGE_STATE_FAMILIES = ("qwen3_5",)
+IMAGE_STATE_FAMILIES = ("qwen3_5", "qwen3_5_moe")
 """Families with images of which most layers have a state."""
 VIDEO_FAMILIES = ("qwen3_vl",)
 TIED = ("tied", "untied")

@@ -106,12 +106,12 @@ def make_critic(folder: Path, language_model: str) -> str:
     return str(folder)
 
 
-def make_vlm(folder: Path, family: str, tied: bool = False, **language: Any) -> str:
+def make_vlm(folder: Path, family: str, tied: bool = False, fused: bool = True, **language: Any) -> str:
     """Save a vision-language model of a family with images, image tokens from 90 on.
 
     Args:
-        language: settings of the language model that differ.
+        fused: as of ``make_tiny_vlm``. language: settings of the language model that differ.
     """
     scale = MODERATE_WEIGHTS if family in IMAGE_STATE_FAMILIES else LARGE_WEIGHTS
-    settings: dict[str, Any] = {"language": scale | language, "vision": LARGE_WEIGHTS}
+    settings: dict[str, Any] = {"language": scale | language, "vision": LARGE_WEIGHTS, "fused": fused}
     return make_tiny_vlm(folder, family, make_bare_tokenizer(89), VOCAB, tied=tied, **settings)

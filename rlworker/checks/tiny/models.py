@@ -9,17 +9,24 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlworker.checks.tiny.states import PARTLY_TURNED, STATE_MODELS, STATES, build_model, spell_spaces_as_bytes
+from rlworker.checks.tiny.states import (
+    PARTLY_TURNED,
+    STATE_EXPERTS,
+    STATE_MODELS,
+    STATES,
+    build_model,
+    spell_spaces_as_bytes,
+)
 
 if TYPE_CHECKING:  # the kinds are named by settings, which are read before anything takes the time to import torch
     from transformers import PreTrainedModel
 
-TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "internvl"]
+TinyVlm = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "internvl"]
 TinyState = Literal["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
 TinyText = Literal["qwen2", "mistral", "phi3", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe", TinyState]
 Tiny = Literal[TinyText, TinyVlm]
 """HuggingFace model_type of a tiny model."""
-VIDEO_FAMILIES: tuple[TinyVlm, ...] = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+VIDEO_FAMILIES: tuple[TinyVlm, ...] = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families that are shown videos; all have Qwen3-VL's processor."""
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -57,6 +64,7 @@ _VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
 _VISION |= {"qwen3_vl_moe": _VISION["qwen3_vl"], "qwen3_5": {"depth": 2, "num_position_embeddings": 16}}
+_VISION |= {"qwen3_5_moe": _VISION["qwen3_5"]}
 _GEMMA_LANGUAGE: dict[str, Any] = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,  # the scores' scale is not that of the head's size
@@ -81,6 +89,8 @@ _INTERN_VISION = _GEMMA_VISION | {"attention_bias": True, "layer_scale_init_valu
 del _INTERN_VISION["vision_use_head"]
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor"}
 _PROCESSORS |= dict.fromkeys(VIDEO_FAMILIES, "Qwen3VLProcessor")
+_IMAGE_STATES: tuple[TinyVlm, ...] = ("qwen3_5", "qwen3_5_moe")
+"""Families with images of which most layers have a state."""
 _PATCH, _MERGE = 14, 2
 _FULL_FRAMES = 4
 """Number of video frames that may each have as many pixels as an image."""
@@ -91,6 +101,7 @@ _RELEASED: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3": ((r"^model\.", ""), (r"^vision_tower\.(vision_model\.)*", "vision_tower.vision_model.")),
     "internvl": ((r"^model\.", ""), (r"^lm_head\.", "language_model.lm_head.")),
     "qwen3_5": ((r"^model\.language_model\.visual\.", "model.visual."),),
+    "qwen3_5_moe": ((r"^model\.language_model\.visual\.", "model.visual."),),
     "qwen3_5_text": ((r"^model\.language_model\.", "model."),),
     "qwen3_5_moe_text": ((r"^model\.language_model\.", "model."),),
 }
@@ -162,6 +173,7 @@ def make_tiny_vlm(
     vision: dict | None = None,
     pixels: tuple[int, int] = (28 * 28, 28 * 28 * 64),
     apart: float = 0.1,
+    fused: bool = True,
 ) -> str:
     """Save a vision-language model with its tokenizer and image processor, and return the folder.
 
@@ -171,6 +183,7 @@ def make_tiny_vlm(
         language, vision: settings of the two towers that differ.
         pixels: least and most pixels of an image.
         apart: size of random changes to biases and norms, which are equal when new: a swapped pair would go unseen.
+        fused: the experts of a Qwen3.5 lie fused, as in the released folders; else as transformers saves them.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -182,9 +195,11 @@ def make_tiny_vlm(
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
     if family == "qwen3_vl_moe":
         heads |= _EXPERTS
-    if family == "qwen3_5":
+    if family in _IMAGE_STATES:
         sections = [count * head_dim // _HEAD_DIM for count in PARTLY_TURNED["mrope_section"]]
         heads |= STATES | {"rope_parameters": rope | PARTLY_TURNED | {"mrope_section": sections}}
+    if family == "qwen3_5_moe":
+        heads |= STATE_EXPERTS
     start, image, end, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
     ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     text = _LANGUAGE | {"vocab_size": vocab, "rope_parameters": rope} | ends | heads
@@ -205,10 +220,12 @@ def make_tiny_vlm(
         video_token_id=video,
         tie_word_embeddings=tied,
     )
-    saved = save_apart(build_model(AutoModelForImageTextToText, config), folder, apart)
+    model = build_model(AutoModelForImageTextToText, config)
+    # As transformers' module has them, experts are fused as in the released folders; it saves a tensor of each.
+    saved = save_apart(model, folder, apart, save_original_format=family != "qwen3_5_moe" or not fused)
     _name_as_released(saved, family)
     tokenizer.save_pretrained(folder)
-    if family == "qwen3_5":
+    if family in _IMAGE_STATES:
         spell_spaces_as_bytes(folder)
     _save_processors(folder, family, pixels)
     return saved
@@ -354,12 +371,14 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def save_apart(model: PreTrainedModel, folder: str | Path, apart: float = 0.1) -> str:
+def save_apart(
+    model: PreTrainedModel, folder: str | Path, apart: float = 0.1, *, save_original_format: bool = True
+) -> str:
     """Save a new model with random changes to its biases and norms, which are equal when new: a swapped pair would go
     unseen. Some biases are buffers.
 
     Args:
-        apart: standard deviation of the changes.
+        apart: standard deviation of the changes. save_original_format: as of ``save_pretrained``.
     """
     import torch
 
@@ -367,5 +386,5 @@ def save_apart(model: PreTrainedModel, folder: str | Path, apart: float = 0.1) -
         for name, parameter in chain(model.named_parameters(), model.named_buffers()):
             if name.endswith("bias") or "norm" in name or "ln_q" in name:
                 parameter.add_(apart * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=save_original_format)
     return str(folder)

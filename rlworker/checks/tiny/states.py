@@ -17,13 +17,14 @@ STATES |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 
 """Layers of a tiny Qwen3.5."""
 PARTLY_TURNED: dict[str, Any] = {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
 """Rotary settings of one that sees images, with heads of 32."""
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_EXPERTS |= {"shared_expert_intermediate_size": 64}
+STATE_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+STATE_EXPERTS |= {"shared_expert_intermediate_size": 64}
+"""Experts of a tiny model with states."""
 STATE_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"head_dim": 32} | STATES,
     # Of sizes that were tried these draw weights at which HuggingFace's own gradients round least.
-    "qwen3_5_moe_text": {"head_dim": 32} | STATES | _EXPERTS | {"num_experts": 12, "initializer_range": 0.06},
-    "qwen3_next": {"head_dim": 32} | STATES | _EXPERTS,
+    "qwen3_5_moe_text": {"head_dim": 32} | STATES | STATE_EXPERTS | {"num_experts": 12, "initializer_range": 0.06},
+    "qwen3_next": {"head_dim": 32} | STATES | STATE_EXPERTS,
 }
 """HuggingFace model_type of each family with a state -> settings of a tiny model that differ from other families'."""
 

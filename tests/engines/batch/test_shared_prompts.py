@@ -168,7 +168,9 @@ def make_images_batch(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "family",
-    in_runs(default=["qwen3_vl"], large=["internvl", "qwen3_5"], product=["qwen2_5_vl", "gemma3", "qwen2_vl"]),
+    in_runs(
+        default=["qwen3_vl"], large=["internvl", *IMAGE_STATE_FAMILIES], product=["qwen2_5_vl", "gemma3", "qwen2_vl"]
+    ),
 )
 def test_every_family_with_images(one_rank, tmp_path, make_images_batch, measured, family):
     """A group about another image of the same size, after the same ids, is another group.
@@ -189,6 +191,7 @@ def test_every_family_with_images(one_rank, tmp_path, make_images_batch, measure
             ("PP2", "gemma3", "cuda-emulated"),
             ("TP2-PP2", "qwen3_vl", "npu-emulated"),
             ("CP2", "qwen3_5", "cpu"),
+            ("TP2-EP2", "qwen3_5_moe", "cpu"),
         ],
         product=[
             ("CP2", "gemma3", "cpu"),

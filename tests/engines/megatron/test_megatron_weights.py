@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cover import in_runs
-from support.factors import IMAGE_EXPERT_FAMILIES, parse_size
+from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_STATE_FAMILIES, parse_size
 from support.huggingface import compute_logprobs, load_folder
 from support.models import make_vlm
 from support.ranks.engines_cases import build_engine, compute_weights, leave_groups, make_batch, plan, start_process
@@ -23,6 +23,7 @@ from rlworker.checks.reference.huggingface import probe_loss
 
 COSINE = OptimizerConfig(lr=1e-3, adam_eps=1e-5, lr_warmup_steps=4, lr_scheduler="cosine", lr_decay_steps=8)
 SETTINGS = {"optimizer": COSINE}
+SEEING = IMAGE_EXPERT_FAMILIES + IMAGE_STATE_FAMILIES
 
 
 def steps(engine, count, seed=1):
@@ -49,6 +50,8 @@ def export(engine):
         pytest.param("qwen3_5_moe_text", {"tp": 2, "ep": 2}, False, marks=pytest.mark.large),
         ("qwen3_vl_moe", {"ep": 2}, False),  # whose experts are fused and transposed
         pytest.param("qwen3_vl_moe", {"tp": 2, "etp": 2}, False, marks=pytest.mark.large),
+        pytest.param("qwen3_5_moe", {"tp": 2, "ep": 2}, False, marks=pytest.mark.large),  # whose experts are fused
+        pytest.param("qwen3_5_moe", {"tp": 2, "etp": 2}, False, marks=pytest.mark.product),
         pytest.param("mixtral", {"ep": 2}, False, marks=pytest.mark.large),
         pytest.param("glm4_moe", {"tp": 2, "ep": 2}, False, marks=pytest.mark.large),  # with biases of experts
         pytest.param("glm4_moe", {"pp": 2}, False, marks=pytest.mark.large),
@@ -61,7 +64,7 @@ def test_weights_come_out_bit_for_bit_as_they_went_in(two_ranks, make_hf_model, 
     def load_and_export(rank, world, address, folder, settings):
         return export(build_engine(rank, world, address, folder, settings))
 
-    folder = make_vlm(tmp_path, family, tied) if family in IMAGE_EXPERT_FAMILIES else make_hf_model(family, tied)
+    folder = make_vlm(tmp_path, family, tied) if family in SEEING else make_hf_model(family, tied)
     exported = two_ranks.run(load_and_export, draw_address(), folder, settings)
     want = load_file(f"{folder}/model.safetensors")
     (got,) = (e for e in exported if e)

@@ -399,7 +399,7 @@ RELEASED = {
         _CHATML_ENDS,
     ),
     "Qwen3.5": Released(
-        "qwen3_5, qwen3_5_text, qwen3_5_moe_text",
+        "qwen3_5, qwen3_5_moe, qwen3_5_text, qwen3_5_moe_text",
         "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715",
         _write_qwen3_5(f"{_EMPTY} if enable_thinking is false else {_OPEN}"),
         _CHATML,
@@ -413,7 +413,7 @@ RELEASED = {
         _CHATML_ENDS,
     ),
     "Qwen3.6": Released(
-        "qwen3_5, qwen3_5_moe_text",
+        "qwen3_5, qwen3_5_moe, qwen3_5_moe_text",
         "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259",
         _write_qwen3_5(
             f"{_EMPTY} if enable_thinking is false else {_OPEN}",

@@ -1,6 +1,7 @@
 """A critic that sees images against transformers' hidden states and a head by hand, one sequence at a time, in fp32."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -72,9 +73,9 @@ def critics(tmp_path_factory):
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_states(pool_of, critics, measured, layout):
-    test_parity(pool_of, critics, measured, "PP2", IMAGE_STATE_FAMILIES[0], layout)
+@pytest.mark.parametrize(("family", "layout"), product(IMAGE_STATE_FAMILIES, LAYOUTS))
+def test_states(pool_of, critics, measured, family, layout):
+    test_parity(pool_of, critics, measured, "PP2", family, layout)
 
 
 @matrix({"size": ("one", "PP2"), "family": IMAGE_FAMILIES, "layout": LAYOUTS})

@@ -90,7 +90,8 @@ def test_frozen_parts_do_not_move_and_have_no_moments(one_rank, tmp_path, family
 RESUMED = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "CP2": {"cp": 2, "freeze": ("vision",)}}
 MARKS = dict.fromkeys([("gemma3", "TP2"), ("qwen3_vl", "PP2")], ())
 MARKS |= dict.fromkeys([("qwen2_5_vl", "CP2"), ("internvl", "PP2"), ("qwen3_5", "CP2")], pytest.mark.large)
-"""Those that CI runs have each size and five families."""
+MARKS |= {("qwen3_5_moe", "TP2"): pytest.mark.large}
+"""Those that CI runs have each size and six families."""
 
 
 @pytest.mark.parametrize(

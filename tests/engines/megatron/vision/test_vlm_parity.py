@@ -163,6 +163,41 @@ def test_states(pool_of, images, states, measured, platform, size, layout):
     check_vlm_ranks(ranks, reference, measured, f"{size} qwen3_5 {layout} {platform}")
 
 
+@pytest.fixture(scope="module")
+def both_forms(tmp_path_factory, images):
+    """``both_forms(form)``: a model with states and experts, in that form of its folder, and its reference after three
+    steps."""
+    made = {}
+
+    def make(form: str) -> tuple[str, Rounding]:
+        if form not in made:
+            folder = make_vlm(tmp_path_factory.mktemp(form), IMAGE_STATE_FAMILIES[1], fused=form == "fused")
+            made[form] = folder, measure_vlm_rounding(folder, images, steps=3)
+        return made[form]
+
+    return make
+
+
+STATE_EXPERT_SIZES = ("one", "TP2", "CP2", *EXPERT_SIZES, "CP2-TP2-EP2", "PP2-DP2-EP2")
+FORMS = (("fused", "thd"), ("each", "bshd"), ("each", "thd"), ("fused", "bshd"))
+"""Form of the folder's experts, and layout."""
+WITH_STATES_AND_EXPERTS = [
+    *in_turn(product(("cpu",), STATE_EXPERT_SIZES), FORMS),
+    *in_turn(PLATFORMS[1:], [("TP2-EP2", *form) for form in FORMS]),
+]
+
+
+@pytest.mark.parametrize(("platform", "size", "form", "layout"), WITH_STATES_AND_EXPERTS)
+def test_states_and_experts(pool_of, images, both_forms, measured, platform, size, form, layout):
+    """Of the weights too, after three steps, as ``test_states`` has them."""
+    folder, reference = both_forms(form)
+    settings = parse_size(size) | {"layout": layout, "optimizer": OPTIMIZER, "steps": 3}
+    settings |= {"recompute": "full"} if "PP2" in size else {}
+    settings |= MICRO["split"] if "CP2" in size else {}
+    ranks = pool_of(size).run(run_vlm_case, draw_address(), folder, images, settings, platform)
+    check_vlm_ranks(ranks, reference, measured, f"{size} {IMAGE_STATE_FAMILIES[1]} {form} {layout} {platform}")
+
+
 @pytest.mark.parametrize(
     "family",
     in_runs(default=TILED, large=["gemma3"], product=[f for f in IMAGE_FAMILIES if f not in (*TILED, "gemma3")]),

@@ -1,0 +1,208 @@
+"""Qwen3.5 with experts and images: released sizes, and folders whose experts lie fused or apart."""
+
+import json
+import math
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import make_vlm, read_config
+
+from engines.config import MegatronConfig, VllmConfig
+from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
+from engines.models.spec import ModelSpec
+from hardware.megatron.form import Experts
+from hardware.megatron.mixers import DeltaNet
+
+QWEN3_5_35B: dict = json.loads("""{"architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
+    "model_type": "qwen3_5_moe", "tie_word_embeddings": false, "video_token_id": 248057,
+    "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    "text_config": {"attention_bias": false, "attention_dropout": 0.0, "attn_output_gate": true, "dtype": "bfloat16",
+        "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": false, "num_attention_heads": 16, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default"},
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "use_cache": true,
+        "vocab_size": 248320},
+    "vision_config": {"deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304,
+        "model_type": "qwen3_5_moe", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2048,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}""")
+"""The config.json of Qwen3.5-35B-A3B and Qwen3.6-35B-A3B."""
+OUT_OF_397B = {
+    "hidden_size": 4096,
+    "linear_num_value_heads": 64,
+    "moe_intermediate_size": 1024,
+    "num_attention_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 60,
+    "shared_expert_intermediate_size": 1024,
+}
+"""What the config.json of Qwen3.5-397B-A17B has otherwise."""
+LAYER = "model.language_model.layers.{}.mlp.experts."
+
+
+def test_sizes_of_35b_are_taken(tmp_path):
+    spec = read_config(tmp_path, QWEN3_5_35B)
+    assert spec.experts == Experts(256, 8, 512, True, shared=512)
+    assert {mixer for mixer in spec.mixers if isinstance(mixer, DeltaNet)} == {DeltaNet(16, 2, 128, 128, 4)}
+    assert (spec.rotary_dim, spec.gates_output, spec.tied) == (64, True, False)
+    assert spec.vision and [spec.vision.axes.count(axis) for axis in range(3)] == [11, 11, 10]
+    shapes = {name: spec.find_hf_shape(LAYER.format(39) + name) for name in ("gate_up_proj", "down_proj")}
+    assert shapes == {"gate_up_proj": (256, 1024, 2048), "down_proj": (256, 2048, 512)}
+    cut = {"tp": 1, "ep": 8, "etp": 2}
+    weights = [spec.weights[f"decoder.layers.0.mlp.experts.weight{n}"].cut_shape(cut) for n in (1, 2)]
+    assert weights == [(32, 2, 256, 2048), (32, 2048, 256)]
+    assert round(spec.count_weights() / 1e9, 2) == 35.11  # 34.66 without the tower of 0.45
+    VllmConfig(tp=2).check_model(spec)
+    MegatronConfig(tp=2, ep=8, ranks=8, dtype="bfloat16").check_model(spec)
+
+
+def test_sizes_of_397b_are_taken(tmp_path):
+    changes = {f"text_config.{key}": value for key, value in OUT_OF_397B.items()}
+    spec = read_config(tmp_path, QWEN3_5_35B, **changes, **{"vision_config.out_hidden_size": 4096})
+    assert spec.experts == Experts(512, 10, 1024, True, shared=1024)
+    assert {mixer for mixer in spec.mixers if isinstance(mixer, DeltaNet)} == {DeltaNet(16, 4, 128, 128, 4)}
+    assert round(spec.count_weights() / 1e9) == 397
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config.norm_topk_prob": False}, "norm_topk_prob False, expected true, as transformers computes"),
+        ({"text_config.mlp_only_layers": [0]}, "sets mlp_only_layers, which the engine does not build"),
+        ({"vision_config.deepstack_visual_indexes": [8]}, r"deepstack_visual_indexes \[8\], expected none"),
+        ({"vision_config.out_hidden_size": 4096}, "out_hidden_size 4096, expected hidden_size 2048"),
+    ],
+    ids=str,
+)
+def test_what_is_not_built_is_named(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path, QWEN3_5_35B, **changes)
+
+
+# -- forms of a folder
+
+
+def list_apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """List the weights of a folder with a tensor of each expert and projection in the place of fused ones."""
+    apart = {}
+    for name, tensor in weights.items():
+        found = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
+        if not found:
+            apart[name] = tensor
+            continue
+        place, kind = found.groups()
+        names = ("gate_proj", "up_proj") if kind == "gate_up" else ("down_proj",)
+        for number, expert in enumerate(tensor):
+            rows = len(expert) // len(names)
+            for part, projection in enumerate(names):
+                apart[f"{place}.{number}.{projection}.weight"] = expert[part * rows :][:rows].clone()
+    return apart
+
+
+def write_weights(folder: Path, source: str, weights: dict[str, torch.Tensor]) -> str:
+    """Write other weights beside the settings of a folder."""
+    shutil.copytree(source, folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folder of each form, both of the same weights; predicting layers are apart or fused, as in 3.5 and 3.6."""
+    base = tmp_path_factory.mktemp("forms")
+    made = make_vlm(base / "made", "qwen3_5_moe")
+    fused = load_file(f"{made}/model.safetensors")
+    fused["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(8, 64, 128).bfloat16()
+    fused["mtp.fc.weight"] = torch.tensor([-0.0, float("nan"), 1e-40])
+    each = list_apart(fused)
+    assert "mtp.layers.0.mlp.experts.7.up_proj.weight" in each
+    return {name: write_weights(base / name, made, weights) for name, weights in (("fused", fused), ("each", each))}
+
+
+def test_both_forms_are_one_model(folders):
+    specs = {form: ModelSpec.from_folder(folder) for form, folder in folders.items()}
+    assert specs["fused"].weights.keys() == specs["each"].weights.keys()
+    read = {form: SafetensorsFolder(folder) for form, folder in folders.items()}
+    differing = 0
+    for name, weight in specs["fused"].weights.items():
+        other = specs["each"].weights[name]
+        joined = weight.join.join([read["fused"][tensor] for tensor in weight.tensors])
+        assert torch.equal(joined, other.join.join([read["each"][tensor] for tensor in other.tensors])), name
+        assert weight.cut == other.cut and weight.cut_shape({"ep": 2, "etp": 2, "tp": 1}) == other.cut_shape(
+            {"ep": 2, "etp": 2, "tp": 1}
+        )
+        differing += weight.tensors != other.tensors
+    assert differing == 2 * 4, "gates with up projections, and down projections, of four layers"
+
+
+@pytest.mark.parametrize("form", ["fused", "each"])
+def test_an_export_is_the_import(folders, form, tmp_path):
+    """In names, shapes, types and values, of what predicts further tokens too."""
+    spec, folder = ModelSpec.from_folder(folders[form]), SafetensorsFolder(folders[form])
+    folder.check(spec)
+
+    def export():
+        for weight in spec.weights.values():
+            yield from weight.split(weight.join.join([folder[name] for name in weight.tensors])).items()
+
+    save_hf_folder(export(), spec, str(tmp_path / "saved"), 2**40)
+    want, got = (load_file(Path(place, "model.safetensors")) for place in (folders[form], tmp_path / "saved"))
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in got.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in want.items()
+    }
+    assert all(torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in want.items())
+
+
+@pytest.mark.parametrize("mixed", ["all of both", "a layer of each", "half of a layer"])
+def test_a_folder_of_both_forms_is_refused(folders, mixed, tmp_path):
+    fused, each = (load_file(f"{folders[form]}/model.safetensors") for form in ("fused", "each"))
+    if mixed == "all of both":
+        weights = fused | each
+    else:
+        part = "layers.2.mlp.experts." if mixed == "a layer of each" else "layers.2.mlp.experts.down_proj"
+        weights = {name: tensor for name, tensor in fused.items() if part not in name}
+        weights |= {name: each[name] for name in each if re.search(r"layers\.2\.mlp\.experts\.\d+\.down", name)}
+    folder = write_weights(tmp_path / "mixed", folders["fused"], weights)
+    message = r"weights in several forms, such as \S+\.experts\.\S+ and \S+\.experts\.\S+, expected one form of all"
+    with pytest.raises(ValueError, match=message):
+        _ = ModelSpec.from_folder(folder).weights
+
+
+def test_half_a_form_is_refused(folders, tmp_path):
+    weights = load_file(f"{folders['fused']}/model.safetensors")
+    missing = LAYER.format(1) + "gate_up_proj"
+    folder = write_weights(
+        tmp_path / "half", folders["fused"], {name: tensor for name, tensor in weights.items() if name != missing}
+    )
+    with pytest.raises(ValueError, match=rf"missing \['{re.escape(missing)}'\] \(1 in all\)"):
+        SafetensorsFolder(folder).check(ModelSpec.from_folder(folder))
+
+
+@pytest.mark.large  # it loads transformers' models
+def test_transformers_computes_the_same_of_both_forms(folders, tmp_path):
+    """Of a folder that it saves itself as well, which has a tensor of each expert."""
+    from rlworker.checks.reference.huggingface import load_huggingface
+
+    model = load_huggingface(ModelSpec.from_folder(folders["fused"]))
+    model.save_pretrained(tmp_path / "saved", save_original_format=True)
+    shutil.copy(f"{folders['fused']}/config.json", tmp_path / "saved")
+    ids = torch.arange(3, 60)[None]
+    logits = []
+    for folder in (*folders.values(), str(tmp_path / "saved")):
+        loaded = load_huggingface(ModelSpec.from_folder(folder))
+        with torch.no_grad():
+            logits.append(loaded(input_ids=ids, use_cache=False).logits)
+    assert all(torch.equal(first, second) for first, second in pairwise(logits))
+    assert math.isfinite(logits[0].sum().item()) and logits[0].std() > 0.1
