@@ -113,6 +113,8 @@ class Platform(Protocol):
     """Number of tokens in a block of vLLM's KV cache."""
     records_routes: bool = False
     """Whether its vLLM worker records the experts of every token."""
+    returns_routes: bool = False
+    """Whether vLLM returns the experts of every token here, by records of its own."""
     rollout_settings: dict[str, Any]
     """Arguments of vLLM's LLM that apply unless the settings give them."""
     rollout_kv_cache_mb: int

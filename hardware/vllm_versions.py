@@ -112,6 +112,11 @@ TILES_BY_IDS = Feature(
     since="0.31",
     without="rollouts of InternVL are refused: it decodes the image tokens to text, and does not find them again",
 )
+RETURNED_ROUTES = Feature(
+    "AuxOutputConfig",  # records of routed experts; not in 0.26, and nobody looked into the versions between
+    since="0.32",
+    without="rollouts on CUDA and NPUs refuse --rollout.replay-routes",
+)
 FEATURES = (
     CACHE_MANAGER,
     SENDERS,
@@ -123,6 +128,7 @@ FEATURES = (
     RETURNED_STATES,
     LONE_VIDEOS,
     TILES_BY_IDS,
+    RETURNED_ROUTES,
 )
 
 

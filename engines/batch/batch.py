@@ -61,7 +61,7 @@ class TrainBatch:
             in the host's memory.
         images: the images of each sequence, in order; None for a batch without images.
         targets: ``[N]`` long. mask: ``[N]`` bool, the target was sampled by the policy and counts in the loss.
-        routes: ``[N, layers, k]`` uint8, the experts that the rollout engine computed the input by, in each layer; 255
+        routes: ``[N, layers, k]`` int16, the experts that the rollout engine computed the input by, in each layer; -1
             where a layer has none, or none are known.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: ``[N]`` float32, of the target.
         support: ``[N, k]`` int32, ids that could be sampled at the target, -1 for none; where all are -1, every id. A

@@ -9,7 +9,6 @@ from engines.config.passed import check_passed
 from engines.models.spec import ModelSpec
 from engines.validation import FINITE, PassThrough, check_numbers, check_types
 from hardware.attention.rollouts import check_rollout_override
-from hardware.megatron.form import NO_ROUTE
 from hardware.platform import Platform
 from hardware.vllm_versions import SENDERS
 
@@ -149,11 +148,10 @@ class VllmConfig(SamplingConfig):
                 f"rollout: top_k={self.top_k} is above the {model.vocab} tokens of the model's vocabulary; lower "
                 "--rollout.top-k"
             )
-        if self.replay_routes and (not model.experts or model.experts.count > NO_ROUTE):
-            experts = f"{model.experts.count} experts" if model.experts else "no experts"
+        if self.replay_routes and not model.experts:
             raise ValueError(
-                f"rollout: replay_routes needs a model with at most {NO_ROUTE} experts, and this one has {experts}; "
-                "leave --rollout.replay-routes out"
+                "rollout: replay_routes needs a model with experts, and this one has none; leave "
+                "--rollout.replay-routes out"
             )
         if self.max_model_len > model.max_positions:
             raise ValueError(

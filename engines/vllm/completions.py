@@ -10,6 +10,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from engines.batch.samples import Completion
+from engines.models.spec import ModelSpec
+from hardware.megatron.form import NO_ROUTE
 
 Spans = tuple[tuple[int, int], ...]
 """Version of the weights, and number of neighbouring tokens that they sampled; in order."""
@@ -72,6 +74,32 @@ class VersionCounter:
         """Forget the counts of requests that were read or aborted."""
         for name in names:
             self._counts.pop(name, None)
+
+
+def decode_routes(routed: np.ndarray | None, model: ModelSpec) -> np.ndarray:
+    """Decode the experts that vLLM returned of a sample's tokens, but the last: ``[tokens, layers, k]`` int16.
+
+    vLLM numbers all layers, and leaves zeros in those without experts.
+
+    Args:
+        routed: ``[tokens, layers, k]``, uint8 or uint16.
+
+    Raises:
+        RuntimeError: vLLM returned none, or those of another model.
+    """
+    assert model.experts, "checked with the settings"
+    count, chosen = model.experts.count, model.experts.chosen
+    if routed is None or routed.ndim != 3 or routed.shape[1:] != (model.layers, chosen):
+        shape = None if routed is None else routed.shape
+        raise RuntimeError(
+            f"rollout: vLLM returned experts {shape} of a sample, expected [tokens, {model.layers}, {chosen}]; install "
+            "the version in requirements, or leave --rollout.replay-routes out"
+        )
+    routes = routed.astype(np.int16)
+    routes[:, [kind.options.experts is None for kind in model.kinds]] = NO_ROUTE
+    if routes.size and routes.max() >= count:
+        raise RuntimeError(f"rollout: vLLM returned expert {routes.max()} of a token, expected below {count}")
+    return routes
 
 
 def cut_routes(completion: Completion, prompt: int, routes: np.ndarray) -> Completion:

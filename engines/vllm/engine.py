@@ -18,14 +18,14 @@ from engines.config import VllmConfig
 from engines.config.rollout import find_weight_way
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
-from engines.vllm.completions import VersionCounter, cut_routes, read_completion, read_scores
+from engines.vllm.completions import VersionCounter, cut_routes, decode_routes, read_completion, read_scores
 from engines.vllm.processes import tie_workers
 from engines.vllm.prompts import make_params, make_prompt
 from engines.vllm.read_back import merge_readings
 from engines.vllm.sleep import Sleep
 from engines.weight_digest import DigestPlan
 from engines.weight_sync import PieceJoiner, WeightBucket, share_bucket
-from hardware.attention.rollouts import find_needed_arguments, find_rollout_backend
+from hardware.attention.rollouts import ROUTE_ARGUMENTS, find_needed_arguments, find_rollout_backend
 from hardware.platform import HOST, Platform
 from hardware.vllm_versions import CACHE_MANAGER
 
@@ -121,6 +121,10 @@ class VllmEngine:
         self.weight_way = find_weight_way(config, platform, takes_turns)
         if self.weight_way != HOST:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=self.weight_way)
+        self._returns_routes = config.replay_routes and platform.returns_routes
+        if self._returns_routes:
+            arguments |= ROUTE_ARGUMENTS
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # which alone has the records
         self.llm = LLM(**(arguments | cast(dict[str, Any], config.vllm)))
         _bind_cache_manager(self.llm)
         self._versions = VersionCounter(self.llm.llm_engine, self.version)
@@ -129,7 +133,7 @@ class VllmEngine:
             tie_workers(self.llm)
         if config.top_k:
             self.llm.collective_rpc("break_ties")
-        if config.replay_routes:
+        if config.replay_routes and not self._returns_routes:
             assert model.experts, "checked with the settings"
             self.llm.collective_rpc("record_routes", args=(model.layers, model.experts.chosen))
         for parts in self.llm.collective_rpc("list_parts"):
@@ -256,15 +260,20 @@ class VllmEngine:
             (version, _), *_ = spans[0]  # of the id that was sampled behind the prompt
             return [read_scores(output, version)]
         completions = [read_completion(sample, span) for sample, span in zip(output.outputs, spans, strict=True)]
-        if not routes or request.sampling.temperature == 0:
+        if not self.config.replay_routes or request.sampling.temperature == 0:
             return completions
         keys = [(output.request_id, sample.index) for sample in output.outputs]
+        if self._returns_routes:
+            found = [decode_routes(sample.routed_experts, self.model) for sample in output.outputs]
+            routes = dict(zip(keys, found, strict=True))
         return [cut_routes(one, len(seen), routes[key]) for one, key in zip(completions, keys, strict=True)]
 
     def _take_routes(self, names: Sequence[str]) -> dict[tuple[str, int], Any]:
         """Take the experts of requests, by request and number of the sample, from a worker; all of them have the
-        same."""
-        return self.llm.collective_rpc("take_routes", args=(names,))[0] if self.config.replay_routes else {}
+        same. Where vLLM returns them with a sample none is kept."""
+        if not self.config.replay_routes or self._returns_routes:
+            return {}
+        return self.llm.collective_rpc("take_routes", args=(names,))[0]
 
     def _empty_caches(self) -> None:
         """Empty the prefix cache and the cache of image features. Running requests recompute their KV cache."""

@@ -107,6 +107,10 @@ NEEDS = {
 }
 """Cell by its name in ``PLACES`` -> what it needs. All of these cells are untested."""
 
+ROUTE_ARGUMENTS = {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+"""Arguments of vLLM's LLM under which it returns the experts of every token; it keeps those of cached tokens beside
+their blocks."""
+
 PLACES = {f"{backend}/{part}": cell for backend, cells in ROLLOUTS.items() for part, cell in cells.items()}
 """Name of a cell in ``attention_override`` -> cell."""
 

@@ -34,7 +34,7 @@ class RouteRecorder:
         assert not others, "layers of a model with experts have one kind of KV cache"
         self._block = group.kv_cache_spec.block_size
         shape = layers, chosen
-        self._of_slots = np.full((runner.kv_cache_config.num_blocks * self._block, *shape), NO_ROUTE, np.uint8)
+        self._of_slots = np.full((runner.kv_cache_config.num_blocks * self._block, *shape), NO_ROUTE, np.int16)
         self._of_samples: dict[Sample, list[np.ndarray]] = {}
         self._of_pass: dict[int, Tensor] = {}  # layer -> [tokens, k]
         for module in runner.get_model().modules():
@@ -45,7 +45,7 @@ class RouteRecorder:
         runner.execute_model = self._execute_and_record
 
     def take(self, names: Iterable[str]) -> dict[Sample, np.ndarray]:
-        """Return and forget the experts of the samples of some requests: ``[tokens, layers, k]`` uint8 each."""
+        """Return and forget the experts of the samples of some requests: ``[tokens, layers, k]`` int16 each."""
         names = {*names}
         taken = [sample for sample in self._of_samples if sample[0] in names]
         return {sample: np.concatenate(self._of_samples.pop(sample)) for sample in taken}
@@ -67,7 +67,7 @@ class RouteRecorder:
             places = np.arange(first + counts[name])
             slots.append(blocks[places // table.block_size] * table.block_size + places % table.block_size)
         written = np.concatenate([every[first:] for every, first in zip(slots, firsts)])
-        experts = np.full((len(written), *self._of_slots.shape[1:]), NO_ROUTE, np.uint8)
+        experts = np.full((len(written), *self._of_slots.shape[1:]), NO_ROUTE, np.int16)
         for layer, chosen in self._of_pass.items():
             experts[:, layer] = chosen[: len(written)].numpy()
         self._of_slots[written] = experts

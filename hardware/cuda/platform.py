@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hardware.megatron.kernel_memory import KernelMemory
 from hardware.platform import HOST, Node, Platform
-from hardware.vllm_versions import SENDERS
+from hardware.vllm_versions import RETURNED_ROUTES, SENDERS
 
 
 class CudaAttention(Platform):
@@ -64,6 +64,10 @@ class CudaPlatform(CudaAttention):
     rollout_kv_cache_mb = 16 * 1024
     rollout_settings: ClassVar[dict] = {}  # CUDA graphs, as vllm takes them; untested
     ways_from_all_ranks = ("ipc",)
+
+    @property
+    def returns_routes(self) -> bool:
+        return RETURNED_ROUTES.is_there
 
     def init_process(self, local_rank: int):
         return self.load("device").init_process()

@@ -138,7 +138,7 @@ class Routers:
         """Join what ``ExpertLayer`` takes to one tensor, as Megatron hands it on: ``[m, 1 + layers * k]`` int32.
 
         Args:
-            slots: ``[m]``, as ``ExpertLayer`` takes them. routes: ``[m, layers, k]`` uint8, experts of the tokens there
+            slots: ``[m]``, as ``ExpertLayer`` takes them. routes: ``[m, layers, k]`` int16, experts of the tokens there
                 in each layer of this pipeline stage; ``NO_ROUTE`` where the router chooses.
         """
         return torch.cat([slots[:, None], routes.flatten(1)], dim=1).int()

@@ -5,7 +5,7 @@ from typing import Literal
 
 from hardware.megatron.mixers import ATTENTION, Mixer
 
-NO_ROUTE = 255
+NO_ROUTE = -1
 """Stands for no expert where a token's experts are given: a layer without experts, or a token that was not routed."""
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 from hardware.megatron.kernel_memory import KernelMemory
 from hardware.npu.limits import MAX_PACK_SEQUENCES
 from hardware.platform import Node, Platform
+from hardware.vllm_versions import RETURNED_ROUTES
 
 
 class NpuLayers(Platform):
@@ -44,6 +45,10 @@ class NpuPlatform(NpuLayers):
     rollout_block_tokens = 128  # vllm-ascend 0.23, utils.refresh_block_size
     rollout_kv_cache_mb = 16 * 1024
     rollout_settings: ClassVar[dict] = {"enforce_eager": True}  # untested: vllm-ascend's graphs beside sleep mode
+
+    @property
+    def returns_routes(self) -> bool:
+        return RETURNED_ROUTES.is_there
 
     def init_process(self, local_rank: int):
         return self.load("device").init_process()

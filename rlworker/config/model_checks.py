@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from engines.config import MegatronConfig, VllmConfig
@@ -10,7 +11,14 @@ from engines.models.folders.hf_folder import check_tensors
 from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from hardware.attention.capabilities import find_backend
-from hardware.attention.rollouts import check_needs, find_rollout_backend, list_needs_warnings, list_parts
+from hardware.attention.rollouts import (
+    ROUTE_ARGUMENTS,
+    check_needs,
+    find_needed_arguments,
+    find_rollout_backend,
+    list_needs_warnings,
+    list_parts,
+)
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform
 from hardware.platforms import get_platform
@@ -47,7 +55,7 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
             f"rollout: vLLM on platform {platform_name!r} has no attention for the model's head_dim "
             f"{model.head_dim}, expected one of {list(platform.rollout_head_dims)}"
         )
-    if rollout.replay_routes and not platform.records_routes:
+    if rollout.replay_routes and not (platform.records_routes or platform.returns_routes):
         raise ValueError(
             f"rollout: replay_routes has no recorder of experts on platform {platform_name!r} with vLLM "
             f"{find_version()}; leave --rollout.replay-routes out"
@@ -59,8 +67,20 @@ def check_rollout(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> 
     check_rollout_rules(model, rollout, platform)
     backend = find_rollout_backend(platform.rollout_backends, model.rules, rollout.attention_override)
     check_needs(backend, model.rules, rollout.dtype, rollout.vllm)
+    if rollout.replay_routes and platform.returns_routes:
+        _check_returned_routes(find_needed_arguments(backend, model.rules) | rollout.vllm)
     platform.check_vllm_features(backend, rollout.spreads_experts)
     _check_cache(model, rollout, platform)
+
+
+def _check_returned_routes(arguments: Mapping[str, object]) -> None:
+    """Raise ValueError where vLLM would not record the experts of tokens under these arguments."""
+    for name, needed in ROUTE_ARGUMENTS.items():
+        if bool(arguments.get(name, needed)) != needed:
+            raise ValueError(
+                f"rollout: replay_routes takes vLLM's own records of experts, which need {name} {needed}, and here it "
+                f"is {arguments[name]}; leave --rollout.replay-routes out, or what sets {name}"
+            )
 
 
 def list_model_warnings(model: ModelSpec, platform_name: str, rollout: VllmConfig) -> list[str]:

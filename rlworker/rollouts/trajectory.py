@@ -195,7 +195,7 @@ def _place_samples(completions: Sequence[Completion], sampled: np.ndarray) -> di
 
 
 def _place_routes(sequences: Sequence[Sequence[Segment]], sizes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Place the experts of each input, ``[N, layers, k]`` uint8: those of the first completion that follows it, and
+    """Place the experts of each input, ``[N, layers, k]`` int16: those of the first completion that follows it, and
     ``NO_ROUTE`` where none does.
 
     Args:
@@ -204,7 +204,7 @@ def _place_routes(sequences: Sequence[Sequence[Segment]], sizes: np.ndarray, sha
     Raises:
         ValueError: a completion has no experts, or those of other tokens than come before it.
     """
-    routes, start = np.full((int(sizes.sum()) - len(sizes), *shape), NO_ROUTE, np.uint8), 0
+    routes, start = np.full((int(sizes.sum()) - len(sizes), *shape), NO_ROUTE, np.int16), 0
     for sequence, size in zip(sequences, sizes.tolist(), strict=True):
         end = known = 0
         for segment in sequence:

@@ -1,4 +1,7 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,8 +11,10 @@ from support.models import read_config
 
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
+from hardware import vllm_versions
 from hardware.attention.rules import CAUSAL, Rule
 from rlworker.checks.reference.huggingface import load_huggingface
+from rlworker.config import model_checks
 from rlworker.config.model_checks import check_rollout
 
 
@@ -281,18 +286,43 @@ def test_an_actor_without_experts_spreads_none(make_hf_model):
             MegatronConfig(megatron={"moe_aux_loss_coeff": value})
 
 
-def test_routes_are_replayed_of_experts_that_a_byte_numbers(make_hf_model):
+def test_routes_are_replayed_where_they_are_recorded(make_hf_model):
     dense, spec = (ModelSpec.from_folder(make_hf_model(name, False)) for name in ("qwen2", "qwen3_moe"))
     config = VllmConfig(replay_routes=True, max_model_len=128, max_new_tokens=8)
     spec = replace(spec, head_dim=64)
     check_rollout(spec, "cpu", config)
-    options = replace(spec.options[0], experts=replace(spec.experts, count=256))
-    many = replace(spec, kinds=tuple(replace(kind, options=options) for kind in spec.kinds))
-    for model, found in ((dense, "no experts"), (many, "256 experts")):
-        with pytest.raises(ValueError, match=f"at most 255 experts, and this one has {found}; leave --rollout.replay"):
-            config.check_model(model)
-    with pytest.raises(ValueError, match=r"replay_routes has no recorder of experts on platform 'cuda'"):
+    with pytest.raises(ValueError, match=r"needs a model with experts, and this one has none; leave --rollout.replay"):
+        config.check_model(dense)
+    uncached = replace(config, vllm={"enable_prefix_caching": False})
+    for platform in ("cuda", "npu"):
+        with with_vllm("0.32.0"):
+            check_rollout(spec, platform, config)
+            with pytest.raises(ValueError, match=r"need enable_prefix_caching True, and here it is False; leave --rol"):
+                check_rollout(spec, platform, uncached)
+        for old in ("0.23.0", "0.26.0"):
+            text = rf"replay_routes has no recorder of experts on platform '{platform}' with vLLM {old}; leave"
+            with with_vllm(old), pytest.raises(ValueError, match=text):
+                check_rollout(spec, platform, config)
+
+
+@contextmanager
+def with_vllm(number: str) -> Iterator[None]:
+    """Check settings as if this version of vLLM were installed."""
+    with (
+        patch.object(vllm_versions, "find_version", lambda: number),
+        patch.object(model_checks, "find_version", lambda: number),
+    ):
+        yield
+
+
+def test_states_on_an_npu_leave_no_routes_to_replay(make_hf_model):
+    """Records need cached prefixes, which these states may not have."""
+    spec = replace(ModelSpec.from_folder(make_hf_model("qwen3_next", False)), head_dim=64)
+    config = VllmConfig(replay_routes=True, max_model_len=128, max_new_tokens=8, dtype="bfloat16")
+    with with_vllm("0.32.0"):
         check_rollout(spec, "cuda", config)
+        with pytest.raises(ValueError, match="need enable_prefix_caching True, and here it is False"):
+            check_rollout(spec, "npu", config)
 
 
 def test_experts_of_other_widths_are_refused(make_hf_model):

@@ -47,7 +47,7 @@ def check(folder: str, prompts: list[tuple[int, ...]], completions: list[Complet
     model = load_folder(folder)
     for place, completion in enumerate(completions):
         ids = np.concatenate([prompts[place * len(prompts) // len(completions)], completion.token_ids])
-        assert completion.routes.dtype == np.uint8 and completion.routes.shape == (len(ids) - 1, 4, CHOSEN)
+        assert completion.routes.dtype == np.int16 and completion.routes.shape == (len(ids) - 1, 4, CHOSEN)
         assert (completion.routes[:, 0] == NO_ROUTE).all(), "a layer without experts"
         scores, routes = list_scores(model, ids[:-1]), torch.from_numpy(completion.routes[:, 1:]).long()
         chosen = torch.zeros_like(scores).scatter_(-1, routes, 1.0)

@@ -32,7 +32,7 @@ def draw_routes(batch, seed: int = 3) -> torch.Tensor:
             generator = torch.Generator().manual_seed(hash((seed, *ids[: place + 1])) % 2**31)
             routes = torch.rand(LAYERS, EXPERTS, generator=generator).argsort(-1)[:, :CHOSEN]
             found.append(routes if place % 5 != 3 else torch.full_like(routes, NO_ROUTE))
-    return torch.stack(found).to(torch.uint8)
+    return torch.stack(found).to(torch.int16)
 
 
 def make_replayed(make):
@@ -149,7 +149,7 @@ def test_its_own_choices_change_nothing_in_fp32(one_rank, make_hf_model, measure
             gate.register_forward_hook(lambda gate, _, out: chosen.setdefault(gate, []).append(out[2]))
     with torch.no_grad():
         run_forward(model, spec, make_batch(), probe_loss)
-    routes = torch.stack([torch.cat(parts) for parts in chosen.values()], dim=1).to(torch.uint8)
+    routes = torch.stack([torch.cat(parts) for parts in chosen.values()], dim=1).to(torch.int16)
     own, given, shifted = one_rank.run(compute_own, draw_address(), folder, routes)[0]
     want, mask = measure_rounding(compute_steps, folder), make_batch().mask
     check_distances({"own": want.compare("logprobs", given * mask, base=own * mask)}, measured, "own choices")

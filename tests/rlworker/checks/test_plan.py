@@ -365,7 +365,6 @@ NPU = ["--platform", "npu", "--actor.ranks", "32"]
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
-        (TINY, [*NPU, "--rollout.replay-routes"], "replay_routes has no recorder of experts on platform 'npu'"),
         (
             TINY,
             [*NPU, "--actor.tp", "32"],

@@ -100,7 +100,7 @@ def give_routes(sequence: tuple[Segment, ...]) -> tuple[Segment, ...]:
         end += len(segment.token_ids)
         if segment.completion:
             number += 1
-            routes = np.array([[[number], [place]] for place in range(end - 1)], np.uint8)
+            routes = np.array([[[number], [place]] for place in range(end - 1)], np.int16)
             segment = replace(segment, completion=replace(segment.completion, routes=routes))
         given.append(segment)
     return tuple(given)
@@ -110,9 +110,9 @@ def test_experts_are_those_of_the_first_completion_that_follows_a_token():
     """What comes after the last sample has none, and so has a sequence in which nothing was sampled."""
     turns, fork = give_routes(make_sequence("pp00e11ee", 10)), give_routes(make_sequence("p2", 30))
     made = batch([make_episode(turns, fork), make_episode(make_sequence("ppp", 40))])
-    assert made.lengths == (8, 1, 0) and made.routes.dtype == torch.uint8
-    assert made.routes[:, 0, 0].tolist() == [10, 10, 10, 11, 11, 11, 255, 255, 10]
-    assert made.routes[:, 1, 0].tolist() == [0, 1, 2, 3, 4, 5, 255, 255, 0]
+    assert made.lengths == (8, 1, 0) and made.routes.dtype == torch.int16
+    assert made.routes[:, 0, 0].tolist() == [10, 10, 10, 11, 11, 11, -1, -1, 10]
+    assert made.routes[:, 1, 0].tolist() == [0, 1, 2, 3, 4, 5, -1, -1, 0]
     assert batch([make_episode(make_sequence("p0"))]).routes is None
     for other in (make_sequence("pp0"), (fork[0], fork[0], fork[1])):
         with pytest.raises(ValueError, match=r"has the experts of [01] tokens, expected of the 2 before its last"):

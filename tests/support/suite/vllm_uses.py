@@ -71,7 +71,7 @@ USES: dict[str, str] = {
     "vllm.sampling_params:RequestOutputKind": "FINAL_ONLY",
     "vllm.sampling_params:SamplingParams": "output_kind",
     "vllm.outputs:RequestOutput": "request_id prompt_token_ids prompt_logprobs outputs",
-    "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason index",
+    "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason index routed_experts",
     "vllm.logprobs:FlatLogprobs": "token_ids logprobs",
     # The scheduler, which has the connector of shared prompts.
     "vllm.v1.core.sched.scheduler:Scheduler": "connector kv_cache_manager",
