@@ -22,6 +22,9 @@ class CheckConfig:
     """HuggingFace folder or hf:ORG/NAME of the model to check; empty makes a tiny model on the spot."""
     tiny: Tiny = "qwen2"
     """Family of the tiny model."""
+    family: str = ""
+    """HuggingFace model_type. With a file in engines/models/families a tiny model of it is checked. Without one, what
+    it lacks is told: tensors that no join takes, rules, positions and settings."""
     platform: PlatformName = DEFAULT_PLATFORM
     """Kind of machine that the engines run on."""
     actor: MegatronConfig = field(default_factory=MegatronConfig)
@@ -43,6 +46,11 @@ class CheckConfig:
             raise ValueError(
                 "check: --tiny chooses the model that is made if none is named, and a model is named or --self-test "
                 "makes its own; leave --tiny out"
+            )
+        if self.family and (self.model or self.tiny != "qwen2" or self.self_test):
+            raise ValueError(
+                "check: --family makes a tiny model of its own, and a model, --tiny or --self-test is given beside it; "
+                "leave those out"
             )
         types = {self.actor.dtype, self.rollout.dtype}
         if self.self_test and (not self.huggingface or types != {"float32"}):

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
+from engines.models.families import list_families
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from engines.probes.faults import ADAPTER_FAULTS, FAULTS, REAL_FAULTS, Fault, collect_faults, list_real_faults
@@ -15,24 +16,31 @@ from rlworker.checks import check
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
-from rlworker.checks.tiny.models import Tiny, make_tiny_model
+from rlworker.checks.shapes.family import check_family
+from rlworker.checks.tiny.models import Tiny, make_tiny_family, make_tiny_model
 from rlworker.checks.trainer import Finding, list_kinds, list_platform_limits
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 
 
 def check_machine(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
-    """Prove masks, layouts, logprobs and weight sync on this machine, or by a self-test that planted faults are found.
+    """Prove masks, layouts, logprobs and weight sync on this machine, or by a self-test that planted faults are found;
+    of a model type without a file, tell what it lacks.
 
     Args:
         tell: prints a line of progress.
     """
+    if config.family and config.family not in list_families():
+        return check_family(config.family)
     with TemporaryDirectory(prefix="rlworker-check-") as folder:
         if config.self_test:
             return run_self_test(replace(config, self_test=False), folder, tell)
         head_dims = get_platform(config.platform).rollout_head_dims
-        model = find_model(config.model) or make_tiny_model(folder, config.tiny, head_dims)
-        return check.run_check(replace(config, model=model, tiny="qwen2"), tell)
+        if config.family:
+            model = make_tiny_family(folder, config.family, head_dims)
+        else:
+            model = find_model(config.model) or make_tiny_model(folder, config.tiny, head_dims)
+        return check.run_check(replace(config, model=model, tiny="qwen2", family=""), tell)
 
 
 def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None]) -> list[Finding]:

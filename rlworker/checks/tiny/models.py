@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from rlworker.checks.tiny.states import (
     PARTLY_TURNED,
@@ -126,6 +126,22 @@ def make_tiny_model(folder: str | Path, kind: Tiny, head_dims: Sequence[int] = (
         return make_tiny_text(folder, kind, 131, **_TEXT[kind] | sizes)
     language = LARGE_WEIGHTS | sizes
     return make_tiny_vlm(folder, kind, make_bare_tokenizer(), 131, language=language, vision=LARGE_WEIGHTS)
+
+
+def make_tiny_family(folder: str | Path, family: str, head_dims: Sequence[int] = (_HEAD_DIM,)) -> str:
+    """Save a tiny model of a family and return its folder: by the settings here, or by its config's defaults.
+
+    Args:
+        family: HuggingFace model_type. head_dims: as of ``make_tiny_model``.
+    """
+    if family in get_args(TinyText) or family in get_args(TinyVlm):
+        return make_tiny_model(folder, cast(Tiny, family), head_dims)
+    from transformers import AutoConfig
+
+    defaults = AutoConfig.for_model(family)
+    settings: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    settings |= {"head_dim": _HEAD_DIM} if hasattr(defaults, "head_dim") else {}
+    return make_tiny_text(folder, family, 131, tied=bool(defaults.tie_word_embeddings), **settings)
 
 
 def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = True, **settings: Any) -> str:
