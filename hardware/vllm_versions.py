@@ -117,6 +117,11 @@ RETURNED_ROUTES = Feature(
     since="0.32",
     without="rollouts on CUDA and NPUs refuse --rollout.replay-routes",
 )
+STATES_ALONE = Feature(
+    "Qwen3_5ForCausalLM",
+    since="0.27",
+    without="rollouts of Qwen3.5 without images are refused, as of any model that the installed version does not have",
+)
 FEATURES = (
     CACHE_MANAGER,
     SENDERS,
@@ -129,6 +134,7 @@ FEATURES = (
     LONE_VIDEOS,
     TILES_BY_IDS,
     RETURNED_ROUTES,
+    STATES_ALONE,
 )
 
 

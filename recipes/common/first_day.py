@@ -13,6 +13,7 @@ behind them, so that nothing is lost if a command, or a machine, may be had for 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,17 +24,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.models.spec import ModelSpec
 from hardware.platform import Platform
 from hardware.platforms import PLATFORMS, get_platform
+from recipes import grpo
 from recipes.common.addition import make_data, make_model
+from recipes.common.shapes import SHAPES
 from rlworker.checks.device.report import PEAK_TFLOPS
+from rlworker.config.command_line import parse_config
+from rlworker.config.memory import list_needs
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--prompts-per-step", "8", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "16")
 SIZES += ("--data.max-prompt-tokens", "64", "--rollout.max-model-len", "128", "--rollout.max-num-seqs", "64")
 SIZES += ("--rollout.kv-cache-mb", "512", "--actor.micro-batch-tokens", "1024")
 SIZES += ("--checkpoint.save-minutes", "0", "--checkpoint.no-keep-best")
-"""Options of every run."""
+"""Options of every run of ``--model``."""
+SHAPE_PLACES = ("--actor.ranks", "1", "--rollout.engines", "1", "--placement.colocate", "--actor.recompute", "full")
+SHAPE_SIZES = ("--prompts-per-step", "16", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "256")
+SHAPE_SIZES += ("--data.max-prompt-tokens", "320", "--rollout.max-model-len", "640", "--rollout.max-num-seqs", "128")
+SHAPE_SIZES += ("--rollout.kv-cache-mb", "8192", "--actor.micro-batch-tokens", "8192")
+SHAPE_SIZES += ("--checkpoint.save-minutes", "0", "--checkpoint.no-keep-best", "--actor.optimizer.lr", "1e-6")
+"""Options of a run in the shape of a released model, on one device of 80 GB; a stand-in has ``SIZES``."""
+SHAPE_STEPS = 4
 _END_S = 60.0
 """Seconds for a run to end after SIGTERM."""
 _ENDED = 124
@@ -96,6 +109,12 @@ def plan_checks(platform: Platform) -> dict[str, list[str]]:
     if platform.visible_devices:
         checks["rlworker check, no graphs"] = ["--rollout.vllm", "enforce_eager", "True"]
     return checks
+
+
+def plan_shapes(platform: Platform) -> dict[str, str]:
+    """Plan the runs in shapes of released models: name -> shape. Without devices they are tiny stand-ins."""
+    made = "shape of" if platform.visible_devices else "stand-in for"
+    return {f"grpo, {made} {shape}": shape for shape in SHAPES}
 
 
 class Day:
@@ -187,18 +206,44 @@ class Day:
         self.add(name, *_judge(done, rows), seconds)
 
     def train(self, name: str, options: Sequence[str]) -> None:
-        """Run some steps of GRPO."""
+        """Run some steps of GRPO with the model of the command line."""
+        self._train(name, self.model, self.folder / "rows", self.options.steps, [*SIZES, *options])
+
+    def train_shape(self, name: str, shape: str) -> None:
+        """Run some steps of GRPO in the shape of a released model, whose weights are drawn."""
+        folder = self.folder / "shapes" / shape
+        arguments = ["-m", "recipes.common.shapes", shape, str(folder), "--platform", self.platform.name]
+        done, seconds = self.run(f"{name}, made", arguments)
+        if done.returncode:
+            self.add(name, *_judge(done, []), seconds)
+            return
+        sizes = (*SHAPE_SIZES, *SHAPES[shape].options) if self.platform.visible_devices else SIZES
+        self._train(name, str(folder / "model"), folder / "rows", SHAPE_STEPS, [*SHAPE_PLACES, *sizes])
+        shutil.rmtree(folder)  # up to 9 GB of weights
+
+    def _train(self, name: str, model: str, rows: Path, steps: int, options: Sequence[str]) -> None:
         folder = self.folder / "runs" / _to_file_name(name)
-        arguments = ["-m", "recipes.grpo", "--model", self.model, "--run-dir", str(folder), "--platform"]
-        arguments += [self.platform.name, "--data.train", str(self.folder / "rows" / "train.jsonl"), "--steps"]
-        done, seconds = self.run(name, [*arguments, str(self.options.steps), *SIZES, *options])
+        settings = ["--model", model, "--run-dir", str(folder), "--platform", self.platform.name]
+        settings += ["--data.train", str(rows / "train.jsonl"), "--steps", str(steps), *options]
+        done, seconds = self.run(name, ["-m", "recipes.grpo", *settings])
         figures = _read_figures(folder / "metrics.jsonl")
+        if figures:
+            figures |= plan_memory(settings)
         if peak := next((peak for card, peak in PEAK_TFLOPS.items() if card in self.report["device"]), None):
             ranks = int(options[options.index("--actor.ranks") + 1])
             figures["MFU"] = figures.get("flops_per_second", 0.0) / (1e12 * peak * ranks)
         passed, text = _judge(done, [])
         text = ", ".join(f"{key} {value:.3g}" for key, value in figures.items()) if passed else text
         self.add(name, passed, text, seconds, figures)
+
+
+def plan_memory(settings: list[str]) -> dict[str, float]:
+    """Plan the memory of a run's largest trainer and of a rollout engine, in GB (10^9 bytes) as metrics are."""
+    config = parse_config(grpo.DEFAULT, args=settings)
+    needs = [need for need in list_needs(config, {"actor": ModelSpec.from_folder(config.model)}) if need.count]
+    trainers = [need.total / 1e9 for need in needs if not need.is_rollout]
+    rollouts = [need.total / 1e9 for need in needs if need.is_rollout]
+    return {"memory_gb planned": max(trainers), "rollout_memory_gb planned": max(rollouts)}
 
 
 def _run_within(
@@ -272,6 +317,7 @@ def main() -> None:
     steps: dict[str, Callable[[], None]] = {"device check": partial(day.check_device, options.parts)}
     steps |= {name: partial(day.check_model, name, arguments) for name, arguments in plan_checks(day.platform).items()}
     steps |= {name: partial(day.train, name, arguments) for name, arguments in runs.items()}
+    steps |= {name: partial(day.train_shape, name, shape) for name, shape in plan_shapes(day.platform).items()}
     later = []
     for name, step in steps.items():
         if not any(text in name for text in options.only.split("|")):

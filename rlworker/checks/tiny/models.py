@@ -165,7 +165,7 @@ def make_tiny_text(folder: str | Path, family: str, vocab: int, *, tied: bool = 
 def make_bare_tokenizer(first: int = 0) -> Any:
     """Make a tokenizer of an end token (id 0), image tokens (ids from ``first + 1``), newlines, and the characters of
     video times. It has no other tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"<eos>": 0} | {token: first + i for i, token in enumerate(IMAGE_TOKENS, start=1)}
@@ -173,6 +173,7 @@ def make_bare_tokenizer(first: int = 0) -> Any:
     words |= dict(zip([*_NEWLINES, *_TIME_CHARACTERS], free))
     tokens = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokens.decoder = decoders.Fuse()  # vLLM 0.23 writes a video's times as text, and reads them back
     special = dict(eos_token="<eos>", unk_token="<eos>", additional_special_tokens=list(IMAGE_TOKENS))
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
 
@@ -243,15 +244,15 @@ def make_tiny_vlm(
     tokenizer.save_pretrained(folder)
     if family in _IMAGE_STATES:
         spell_spaces_as_bytes(folder)
-    _save_processors(folder, family, pixels)
+    _save_processors(folder, family, pixels, tower["patch_size"])
     return saved
 
 
-def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int]) -> None:
+def _save_processors(folder: str | Path, family: str, pixels: tuple[int, int], patch: int) -> None:
     """Save the settings of a Qwen's processors of images, and of videos where it is shown any."""
     settings = {
         "processor_class": _PROCESSORS[family],
-        "patch_size": _PATCH,
+        "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": _MERGE,
         "image_mean": [0.5, 0.5, 0.5],

@@ -14,7 +14,7 @@ from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_F
 from support.huggingface import make_batch, measure_differences, measure_versions, move_weights, name_weights
 from support.models import make_vlm, read_config
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
-from support.rollout_workers import Prompt, ask, draw, make_requests, start_engine
+from support.rollout_workers import Prompt, ask, draw, make_requests, needs, start_engine
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
@@ -278,6 +278,7 @@ def test_without_the_builder_images_are_read_causally(rollout, measured):
     assert found["text"].max() <= 1e-4
 
 
+@needs(TILES_BY_IDS)
 @pytest.mark.large
 def test_an_output_layer_of_its_own_that_the_language_model_alone_tells_of(cluster, tmp_path, measured):
     """Older folders of InternVL leave out for the whole whether it is tied, and vLLM would take it for tied."""

@@ -52,6 +52,7 @@ def call(named, tmp_path, monkeypatch):
             "check_device": lambda day, _: run(day, "device check"),
             "check_model": run,
             "train": run,
+            "train_shape": run,
         }
         arguments = ["first_day", "--platform", "cuda-emulated", "--folder", str(tmp_path), "--json"]
         monkeypatch.setattr(sys, "argv", [*arguments, str(tmp_path / "day.json"), "--model", named[1], *options])
