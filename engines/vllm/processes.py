@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux' prctl: sets the signal that this process gets when its parent ends."""
-_SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""Prefixes of the names of vLLM's shared memory: queues of workers, and buffers of collectives."""
+_QUEUE = "/dev/shm/psm_"
+"""Beginning of the names of the shared memory of vLLM's queues of workers."""
+_SHARED = re.compile(rf"{_QUEUE}|/dev/shm/vllm_dist_|/dev/shm/\d+-.*-cpushm_")
+"""Beginnings of the names of vLLM's shared memory: queues of workers, and buffers of collectives, whose names begin
+with a number in 0.23 and 0.26."""
 
 
 def end_with_parent() -> None:
@@ -49,8 +53,8 @@ def unlink_shared_memory() -> None:
     if sys.platform != "linux":
         return
     places = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
-    for path in {place[0] for place in places if place and place[0].startswith(_SHARED)}:
+    for path in {place[0] for place in places if place and _SHARED.match(place[0])}:
         with suppress(FileNotFoundError):
             os.unlink(path)  # it raises where another of them was first
-            if path.startswith(_SHARED[0]):
+            if path.startswith(_QUEUE):
                 resource_tracker.unregister(f"/{os.path.basename(path)}", "shared_memory")

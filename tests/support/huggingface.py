@@ -6,11 +6,13 @@ The computation itself is ``rlworker.checks.reference.huggingface``, one sequenc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from support.rollout_workers import Prompt
+from support.rounding import SEEDS
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
@@ -21,9 +23,11 @@ from engines.interfaces import LossFn
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import (
     Arguments,
+    computing_in_double,
     iterate_logits,
     load_huggingface,
     make_image_arguments,
+    perturb_weights,
     score_tokens,
 )
 from rlworker.data.rows import Row
@@ -177,6 +181,27 @@ def measure_differences(
     """Compare the logprobs that tokens were sampled with: ``|rollout - HuggingFace|`` of each sampled token."""
     batch = make_batch(prompts, completions, spec)
     return (batch.rollout_logprobs - compute_logprobs(model, batch, temperature, spec))[batch.mask].abs()
+
+
+@torch.no_grad()
+def measure_rounding_of_samples(
+    model, prompts: Sequence[Prompt], completions: list[Completion], temperature: float = 1.0, spec=None
+) -> Tensor:
+    """Measure what rounding does here: ``|draw - truth|`` of each sampled token, of the draw that is furthest off.
+
+    The truth is computed in float64, the draws in float32 from weights moved by half a last digit.
+    """
+    batch = make_batch(prompts, completions, spec)
+    with computing_in_double():
+        truth = compute_logprobs(deepcopy(model).double(), batch, temperature, spec)
+    assert truth.dtype == torch.float64
+    distances = []
+    for seed in SEEDS:
+        moved = deepcopy(model)
+        perturb_weights(moved, seed)
+        drawn = compute_logprobs(moved, batch, temperature, spec)
+        distances.append((drawn - truth)[batch.mask].abs())
+    return max(distances, key=lambda distance: float(distance.mean()))
 
 
 def measure_versions(models: dict, prompts: Sequence[Prompt], completions: list[Completion], spec=None) -> dict:

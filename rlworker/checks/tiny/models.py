@@ -215,6 +215,8 @@ def make_tiny_vlm(
     if family in _IMAGE_STATES:
         sections = [count * head_dim // _HEAD_DIM for count in PARTLY_TURNED["mrope_section"]]
         heads |= STATES | {"rope_parameters": rope | PARTLY_TURNED | {"mrope_section": sections}}
+        # vLLM 0.23 looks for it here, and would take the 0.25 of the released models.
+        heads["partial_rotary_factor"] = PARTLY_TURNED["partial_rotary_factor"]
     if family == "qwen3_5_moe":
         heads |= STATE_EXPERTS
     start, image, end, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)

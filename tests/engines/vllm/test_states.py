@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 from support.cover import in_runs
 from support.huggingface import load_folder, measure_differences, move_weights, name_weights
 from support.models import LANGUAGE_MODELS, VOCAB
-from support.rollout_workers import Prompt, ask, find_unlike, make_requests, send, start_engine
+from support.rollout_workers import Prompt, ask, find_unlike, make_requests, needs, send, start_engine
 
 from engines.batch.samples import Completion, Sampling
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
+from hardware.vllm_versions import STATES_ALONE
 from rlworker.checks.tiny.models import make_tiny_text
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.large]
@@ -64,6 +65,7 @@ def sample(worker, requests, seed: int) -> tuple[list[Completion], list[int], in
         del engine.read_output, core.scheduler.schedule
 
 
+@needs(STATES_ALONE)
 def test_logprobs_before_and_after_a_sync(rollout, measured):
     worker, spec, least = rollout
     old, new = load_folder(spec.folder), move_weights(load_folder(spec.folder), spec)
@@ -80,6 +82,7 @@ def test_logprobs_before_and_after_a_sync(rollout, measured):
     assert measure_differences(old, PROMPTS, found).max() > 0.1, "the test can tell old weights from new"
 
 
+@needs(STATES_ALONE)
 def test_a_stale_convolution_is_named(rollout):
     worker, spec, _ = rollout
     model = load_folder(spec.folder)
@@ -108,6 +111,7 @@ def start_without_layer(worker, spec: ModelSpec, config: VllmConfig) -> str:
     return "it started"
 
 
+@needs(STATES_ALONE)
 def test_a_layer_that_vllm_passes_over_ends_the_start(cluster, make_hf_model):
     import ray
 

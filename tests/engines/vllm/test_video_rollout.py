@@ -1,12 +1,14 @@
 """Videos in vLLM: positions, logprobs against HuggingFace before and after new weights, and against the trainer."""
 
 import dataclasses
+from importlib.metadata import version
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from support import rollout_workers
 from support.factors import IMAGE_STATE_FAMILIES, VIDEO_FAMILIES
 from support.huggingface import measure_differences, move_weights
@@ -82,7 +84,10 @@ def test_times_are_written_as_vllm_writes_them(model):
 @pytest.mark.parametrize(("grid", "seconds"), [((2, 8, 12), 1.0), ((6, 4, 6), 1.0), ((6, 4, 6), 0.4)])
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
 def test_transformers_and_vllm_disagree_about_text_after_a_long_video(family, grid, seconds):
-    """Upstream's own fault, for which videos of both families are refused: were it mended, this would fail."""
+    """Upstream's own fault, for which videos of both families are refused: were it mended, this would fail.
+
+    Older transformers give the frames themselves other times: 5.5 one time to all, 5.17 no part of a second.
+    """
     name = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}[family]
     config = resolve_name(f"transformers:{family}Config")()
     config.vision_config.tokens_per_second = 2 if family == "Qwen2_5_VL" else 1
@@ -100,7 +105,9 @@ def test_transformers_and_vllm_disagree_about_text_after_a_long_video(family, gr
     data = {key: SimpleNamespace(data=tensor[0]) for key, tensor in timing.items()}
     feature = SimpleNamespace(modality="video", mm_position=SimpleNamespace(offset=3), data=data)
     others, _ = served.get_mrope_input_positions(vllm, ids[0].tolist(), [feature])
-    assert torch.equal(theirs[:, 0, :-4], others[:, :-4]), "up to its end they agree"
+    if not torch.equal(theirs[:, 0, :-4], others[:, :-4]):
+        assert Version(version("transformers")) < Version("5.19"), "up to its end they agree"
+        return
     step = 2 * seconds if family == "Qwen2_5_VL" else 1
     lasts_longer = grid[0] * step > max(grid[1:]) / 2
     assert torch.equal(theirs[:, 0], others) != lasts_longer

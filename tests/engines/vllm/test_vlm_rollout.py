@@ -11,10 +11,18 @@ import torch
 from support import rollout_workers
 from support.cover import in_runs
 from support.factors import IMAGE_EXPERT_FAMILIES, IMAGE_FAMILIES, IMAGE_STATE_FAMILIES
-from support.huggingface import make_batch, measure_differences, measure_versions, move_weights, name_weights
+from support.huggingface import (
+    make_batch,
+    measure_differences,
+    measure_rounding_of_samples,
+    measure_versions,
+    move_weights,
+    name_weights,
+)
 from support.models import make_vlm, read_config
 from support.ranks.vlm_cases import make_images, make_prompts, name_part
 from support.rollout_workers import Prompt, ask, draw, make_requests, needs, start_engine
+from support.rounding import FACTOR
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
@@ -61,7 +69,9 @@ def name_kind(prompt) -> str:
     return "right after an image" if prompt.images[0].place.startswith(f"row {LAST},") else "images"
 
 
-def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict[str, torch.Tensor]:
+def by_kind(
+    model: ModelSpec, hf, prompts, completions, temperature=1.0, measure=measure_differences
+) -> dict[str, torch.Tensor]:
     """|vLLM - HuggingFace| of every sampled token: after images, right after one, and after text alone."""
     found = {}
     for kind in dict.fromkeys(map(name_kind, prompts)):
@@ -69,8 +79,26 @@ def by_kind(model: ModelSpec, hf, prompts, completions, temperature=1.0) -> dict
         samples = np.arange(len(completions)).reshape(len(prompts), -1)[places].reshape(-1)
         chosen = [prompts[place] for place in places]
         own = [completions[sample] for sample in samples]
-        found[kind] = measure_differences(hf, chosen, own, temperature, model)
+        found[kind] = measure(hf, chosen, own, temperature, model)
     return found
+
+
+def check_means(found: dict[str, torch.Tensor], measured, *sampled) -> None:
+    """Check the mean difference of each kind. Where it is above the usual 2e-6, this machine's own rounding decides.
+
+    Args:
+        sampled: arguments of ``by_kind``.
+    """
+    above = {kind: float(values.mean()) for kind, values in found.items() if values.mean() > 2e-6}
+    if not above:
+        return
+    rounding = by_kind(*sampled, measure=measure_rounding_of_samples)
+    limits = {kind: FACTOR * float(rounding[kind].mean()) for kind in above}
+    measured(
+        {f"{kind}, mean": mean for kind, mean in above.items()},
+        {f"{kind}, mean": mean / limits[kind] for kind, mean in above.items()},
+    )
+    assert all(mean <= limits[kind] for kind, mean in above.items()), (above, limits)
 
 
 def send(worker, hf, model: ModelSpec) -> None:
@@ -86,8 +114,8 @@ def test_logprobs_before_and_after_new_weights(rollout, measured, temperature):
         completions = draw(worker, prompts, sampling(temperature=temperature))
         found = by_kind(model, hf, prompts, completions, temperature)
         measured({f"{kind} {label}": float(values.max()) for kind, values in found.items()})
-        for values in found.values():
-            assert values.mean() <= 2e-6 and values.max() <= 1e-4
+        check_means(found, measured, model, hf, prompts, completions, temperature)
+        assert all(values.max() <= 1e-4 for values in found.values())
         weights = name_weights(hf, model).items()
         assert rollout_workers.find_unlike(worker, weights, columns=3 * (label == "before")) == set()
         if label == "before":
