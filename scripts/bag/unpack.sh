@@ -20,19 +20,27 @@ class Joined:
     """The bytes of the slices, one after another, as a file to read; each is checked before a byte of it is given."""
 
     def __init__(self, expected):
-        self.expected, self.rest = iter(expected.items()), b""
+        self.expected, self.rest = iter(expected.items()), memoryview(b"")
 
     def read(self, size):
-        while len(self.rest) < size:
-            name, digest = next(self.expected, (None, None))
-            if name is None:
-                break
-            data = (slices / name).read_bytes()
-            if hashlib.sha256(data).hexdigest() != digest:
-                sys.exit(f"unpack: {slices / name} has another checksum than when it was packed; carry it again")
-            self.rest += data
-        given, self.rest = self.rest[:size], self.rest[size:]
-        return given
+        parts = []
+        while size:
+            if not self.rest:
+                name, digest = next(self.expected, (None, None))
+                if name is None:
+                    break
+                self.rest = memoryview(check(name, digest))
+            parts.append(self.rest[:size])  # a view: a copy of what is left would take a minute in all
+            self.rest = self.rest[size:]
+            size -= len(parts[-1])
+        return b"".join(parts)
+
+
+def check(name, digest):
+    data = (slices / name).read_bytes()
+    if hashlib.sha256(data).hexdigest() != digest:
+        sys.exit(f"unpack: {slices / name} has another checksum than when it was packed; carry it again")
+    return data
 
 
 manifest = json.loads((bag / "bag.json").read_text())
