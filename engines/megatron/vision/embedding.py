@@ -111,7 +111,7 @@ class Vision(Extension):
 
     @cached_property
     def learns(self) -> bool:
-        """Whether some of the tower has a gradient, as the settings say before the first pass."""
+        """True where some of the tower has a gradient, as the settings say before the first pass."""
         return any(parameter.requires_grad for parameter in self.tower.parameters())
 
     def prepare(self, forward: ForwardPass) -> ForwardPass:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from support.models import make_vlm, read_config
 
 from engines.config import MegatronConfig, VllmConfig
-from engines.models.hf_folder import SafetensorsFolder, save_hf_folder
+from engines.models.folders.hf_folder import check_tensors, save_hf_folder
+from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
 from hardware.megatron.form import Experts
 from hardware.megatron.mixers import DeltaNet
@@ -151,7 +152,7 @@ def test_both_forms_are_one_model(folders):
 def test_an_export_is_the_import(folders, form, tmp_path):
     """In names, shapes, types and values, of what predicts further tokens too."""
     spec, folder = ModelSpec.from_folder(folders[form]), SafetensorsFolder(folders[form])
-    folder.check(spec)
+    check_tensors(folder, spec)
 
     def export():
         for weight in spec.weights.values():
@@ -187,7 +188,7 @@ def test_half_a_form_is_refused(folders, tmp_path):
         tmp_path / "half", folders["fused"], {name: tensor for name, tensor in weights.items() if name != missing}
     )
     with pytest.raises(ValueError, match=rf"missing \['{re.escape(missing)}'\] \(1 in all\)"):
-        SafetensorsFolder(folder).check(ModelSpec.from_folder(folder))
+        check_tensors(SafetensorsFolder(folder), ModelSpec.from_folder(folder))
 
 
 @pytest.mark.large  # it loads transformers' models
