@@ -338,7 +338,7 @@ def _import_megatron():
 
 def _import_adapters():
     """Import what only an actor with adapters needs."""
-    from engines.megatron import adapters
+    from engines.megatron.extensions import adapters
 
     return adapters
 

@@ -207,7 +207,8 @@ def make_tiny_vlm(
     if own := {"gemma3": _make_tiny_gemma, "internvl": _make_tiny_intern}.get(family):
         return own(folder, tokenizer, vocab, seed, tied, language or {}, vision or {}, apart)
     head_dim = (language or {}).get("head_dim", _HEAD_DIM)
-    rope, heads = _ROPE | {"mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8]}, {}
+    heads: dict[str, Any] = {}
+    rope = _ROPE | {"mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8]}
     if family in VIDEO_FAMILIES:
         rope, heads = rope | {"mrope_interleaved": True}, {"head_dim": 32}
     if family == "qwen3_vl_moe":
@@ -222,7 +223,9 @@ def make_tiny_vlm(
     start, image, end, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
     ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     text = _LANGUAGE | {"vocab_size": vocab, "rope_parameters": rope} | ends | heads
-    tower = dict(hidden_size=64, intermediate_size=48, num_heads=2, patch_size=_PATCH, spatial_merge_size=_MERGE)
+    tower: dict[str, Any] = dict(
+        hidden_size=64, intermediate_size=48, num_heads=2, patch_size=_PATCH, spatial_merge_size=_MERGE
+    )
     text |= language or {}
     tower |= _VISION[family] | {"out_hidden_size": text["hidden_size"]} | (vision or {})
     if family == "qwen2_vl":  # other names, and an MLP by its ratio
