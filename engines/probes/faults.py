@@ -17,7 +17,7 @@ from engines.probes.planted import adapter_faults, expert_faults, form_faults, s
 from hardware.attention.cell import Patch
 from hardware.attention.faults import ATTENTION_FAULTS, SHARING_FAULTS
 from hardware.platform import Platform
-from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS, TIED_HEADS, Feature
+from hardware.vllm_versions import CAUSAL_FLAGS, CPU_EXPERTS, RETURNED_STATES, TIED_HEADS, Feature
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,7 @@ _images = partial(
     Fault, found_by="rollout", where="rollouts", model="gemma3", backend="vllm_cpu_images", feature=CAUSAL_FLAGS
 )
 _mixture = partial(Fault, model="qwen2_moe", spread="ep")
+_fused = partial(Fault, found_by="weight sync", model="qwen3_5_moe", spread="ep", feature=RETURNED_STATES)
 _glm = partial(Fault, model="glm4_moe", spread="etp")
 FAULTS: dict[str, Fault] = {
     # Sequences that begin alike are in the batch whose outputs are compared, not among those of a mask's probe.
@@ -307,6 +308,10 @@ FAULTS: dict[str, Fault] = {
         model="qwen2_moe",
         spread="ep",
         feature=CPU_EXPERTS,
+    ),
+    "gate and up of fused experts exchanged": _fused(expert_faults.exchange_fused_gates),
+    "rows of a fused expert shifted": _fused(
+        partial(sync_faults.shift_rows_of_an_expert, "layers.1.mlp.experts.gate_up_proj"), where="rollouts"
     ),
     "routers left out of a sync": _late(partial(sync_faults.leave_out, ".mlp.gate."), model="qwen2_moe", spread="ep"),
     "routes of the token before": _mixture(partial(expert_faults.shift_routes, 0), "rollout", replays=True),

@@ -37,11 +37,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(folder: Path, seed: int) -> Path:
     """Save a Qwen2.5-VL of 2.4 million random parameters, with its tokenizer and its image processor."""
+    return _make_model(folder, seed, "qwen2_5_vl", intermediate_size=384, num_hidden_layers=3)
+
+
+def make_expert_model(folder: Path, seed: int) -> Path:
+    """Save a Qwen3.5 with experts, of random parameters, with its tokenizer and its image processor."""
+    experts = dict(moe_intermediate_size=128, shared_expert_intermediate_size=128)
+    return _make_model(folder, seed, "qwen3_5_moe", **experts)
+
+
+def _make_model(folder: Path, seed: int, family: str, **language: int) -> Path:
     shared = dict(initializer_range=0.02)
-    language = shared | dict(intermediate_size=384, num_hidden_layers=3, max_position_embeddings=128)
     vision = shared | dict(hidden_size=128, intermediate_size=192, num_heads=4)
-    sizes: dict[str, Any] = dict(language=language, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
-    return Path(make_tiny_vlm(folder, "qwen2_5_vl", make_tokenizer(), 64, seed=seed, **sizes))
+    text = shared | dict(max_position_embeddings=128) | language
+    sizes: dict[str, Any] = dict(language=text, vision=vision, pixels=(SIDE**2, SIDE**2), apart=0.0)
+    return Path(make_tiny_vlm(folder, family, make_tokenizer(), 64, seed=seed, **sizes))
 
 
 def draw_image(generator: np.random.Generator) -> tuple[Image.Image, str]:

@@ -22,6 +22,9 @@ from rlworker.checks.trainer import Finding, list_kinds, list_platform_limits
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 
+_ALL: Tiny = "qwen2"
+"""The tiny model of the settings that stands for all of them."""
+
 
 def check_machine(config: CheckConfig, tell: Callable[[str], None]) -> list[Finding]:
     """Prove masks, layouts, logprobs and weight sync on this machine, or by a self-test that planted faults are found;
@@ -47,10 +50,10 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     """Run the checks without a fault, then plant each fault of ``engines.probes.faults`` and run the check for it.
 
     Args:
-        config: settings of the check; with a model, only faults that show on it are planted, and with adapters only
-            those of adapters. The parallel sizes, layout, sharing and router replay are not used: faults show at
-            ``Fault.spread``, in packs that share prompts if the platform has packs, on rollout engines of one device,
-            and under replay where one needs it.
+        config: settings of the check; with a model, only faults that show on it are planted, with ``tiny`` those of
+            that one, and with adapters only those of adapters. The parallel sizes, layout, sharing and router replay
+            are not used: faults show at ``Fault.spread``, in packs that share prompts if the platform has packs, on
+            rollout engines of one device, and under replay where one needs it.
         folder: folder for tiny models, if no model is given.
         tell: is called with a line of text after every fault.
 
@@ -63,20 +66,36 @@ def run_self_test(config: CheckConfig, folder: str, tell: Callable[[str], None])
     findings: list[Finding] = []
     platform, adapted = get_platform(config.platform), config.actor.lora.rank
     collect_faults(platform)
+    listed = ADAPTER_FAULTS if adapted else _list_faults(config.tiny)
     config = replace(config, rollout=replace(config.rollout, tp=1))
     with running_ray(2 + config.rollout.devices, config.platform):
         if config.model:
-            listed = ADAPTER_FAULTS if adapted else list_real_faults(ModelSpec.from_folder(config.model))
+            listed = listed if adapted else list_real_faults(ModelSpec.from_folder(config.model))
             faults = {name: fault for name, fault in listed.items() if fault.can_show(platform)}
             findings += _test_model(config, Path(config.model).name, faults, tell)
             return [*findings, *list_platform_limits(platform)]
-        listed = ADAPTER_FAULTS if adapted else FAULTS
         shown = {name: fault for name, fault in listed.items() if fault.can_show(platform)}
         for kind in dict.fromkeys(fault.model for fault in shown.values()):
             model = make_tiny_model(f"{folder}/{kind}", cast(Tiny, kind))
             faults = {name: fault for name, fault in shown.items() if fault.model == kind}
-            findings += _test_model(replace(config, model=model), kind, faults, tell)
+            findings += _test_model(replace(config, model=model, tiny=_ALL), kind, faults, tell)
     return [*findings, *list_platform_limits(platform)]
+
+
+def _list_faults(tiny: Tiny) -> dict[str, Fault]:
+    """List the faults that show on a tiny model, or all.
+
+    Raises:
+        ValueError: none shows on it.
+    """
+    faults = {name: fault for name, fault in FAULTS.items() if tiny in (_ALL, fault.model)}
+    if not faults:
+        kinds = sorted({fault.model for fault in FAULTS.values()} - {_ALL})
+        raise ValueError(
+            f"check: no fault of --self-test is planted into a tiny {tiny}, expected one of {kinds}; change --tiny, or "
+            "leave it out"
+        )
+    return faults
 
 
 def _test_model(config: CheckConfig, kind: str, faults: dict[str, Fault], tell: Callable[[str], None]) -> list[Finding]:

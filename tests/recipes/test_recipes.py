@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.program import run_recipe
-from support.ranks.vlm_cases import QWEN2_5_VL_7B, QWEN3_VL_30B
+from support.ranks.vlm_cases import QWEN2_5_VL_7B, QWEN3_5_35B, QWEN3_VL_30B
 from support.rollout_workers import needs
 
 from engines.batch.batch import TrainBatch
@@ -43,7 +43,7 @@ RECIPES = {
 """Recipe -> options that name further models."""
 VERIFIERS, VERIFIERS_PYTHON = "served.verifiers_env", os.environ.get("VERIFIERS_PYTHON", ".venv-verifiers/bin/python")
 """The recipe that needs a Python of its own, and where that is."""
-MIXTURES = ("sized.grpo_qwen3_30b", "images.grpo_qwen3_vl_30b")
+MIXTURES = ("sized.grpo_qwen3_30b", "images.grpo_qwen3_vl_30b", "images.grpo_qwen3_5_35b")
 """Recipes whose models have experts."""
 NPU = ("--platform", "npu-emulated")
 ON_NPU = ("grpo_gsm8k", "ppo_gsm8k", "images.grpo_geo3k")
@@ -125,7 +125,7 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
     assert ("kl" in last) == (name.startswith(("grpo", "judge")) and recipe not in MIXTURES)
     assert ("reward_judge_mean" in last and 0 < last["reward_judge_mean"] < 1) == (recipe == "served.judge_and_math")
     assert ("expert_load_max" in last) == (recipe in MIXTURES)
-    if recipe in ("images.grpo_geo3k", MIXTURES[1]):  # images beside answers and rewards
+    if recipe in ("images.grpo_geo3k", *MIXTURES[1:]):  # images beside answers and rewards
         assert '<img src="data:image/png;base64,' in (run / "report.html").read_text()
     is_npu = options[:2] == NPU
     platform = "npu-emulated (emulated), which says nothing about pse" if is_npu else "cpu (executed)<"
@@ -140,7 +140,8 @@ def test_it_runs_whole_and_small(cluster, tmp_path, recipe, options):
 
 
 CAN_START = [
-    *((name, (), "cpu") for name in (*RECIPES, *MIXTURES) if name not in dict(ALWAYS)),
+    *((name, (), "cpu") for name in (*RECIPES, *MIXTURES[:2]) if name not in dict(ALWAYS)),
+    pytest.param(MIXTURES[2], (), "cpu", marks=pytest.mark.large),  # as the one before, with another model
     (
         "dapo_math",
         ("--validation.patience", "2", "--data.heldout-sets", "aime", "none.jsonl", "--eval-every", "1"),
@@ -238,11 +239,14 @@ def test_in_full_it_fits_its_devices(tmp_path, recipe, platform):
 def test_a_mixture_fits_one_node(tmp_path, recipe, platform, device_gb, ranks, engines, kv_cache_gb):
     """With a reserve of a tenth: experts may get more tokens on one rank than on others."""
     text = QWEN3_VL_30B["text_config"] | {"model_type": "qwen3_moe", "rope_scaling": None, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_30B if "_vl_" in recipe else text))
+    config = dict(zip(MIXTURES, (text, QWEN3_VL_30B, QWEN3_5_35B), strict=True))[recipe]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     settings = ["--model", str(tmp_path), "--platform", platform]
     text, fits = plan_recipe(f"recipes.{recipe}", settings, 0.9 * device_gb)
-    assert fits and "16 of 128 on each rank; 8 for each token" in text and "at the canary" in text, text
+    shared_out = "32 of 256 on each rank" if recipe == MIXTURES[2] else "16 of 128 on each rank"
+    assert fits and f"{shared_out}; 8 for each token" in text and "at the canary" in text, text
     default = importlib.import_module(f"recipes.{recipe}").DEFAULT.move_to_platform(platform)
+    engines = engines // 2 if recipe == MIXTURES[2] else engines  # of four devices, and not of two
     assert (default.actor.ranks, default.rollout.devices, default.rollout.engines) == (ranks, ranks, engines)
     assert default.rollout.kv_cache_mb == kv_cache_gb * 1024
     node = get_platform(platform).node

@@ -47,6 +47,19 @@ def _compute_by(change: Callable[..., Tensor]) -> list[Patch]:
     return [(GroupedExperts, "forward", wrap)]
 
 
+def exchange_fused_gates() -> list[Patch]:
+    """Export fused experts with the rows of their up projections above those of their gates."""
+    from engines.models.joins import FusedExperts
+
+    def wrap(split):
+        def split_exchanged(self, whole, shapes):
+            return split(self, whole.flip(1) if self.projections == 2 else whole, shapes)
+
+        return split_exchanged
+
+    return [(FusedExperts, "split", wrap)]
+
+
 SHARED: dict[str, Callable[..., Tensor]] = {
     "a shared expert left out": lambda shared, hidden: hidden.new_zeros(hidden.shape),
     "a shared expert without its gate": lambda shared, hidden: shared.mlp(hidden)[0],

@@ -13,6 +13,27 @@ def leave_out(part: str) -> list[Patch]:
     return [(WeightSyncExtension, "take_weights", wrap)]
 
 
+def shift_rows_of_an_expert(place: str) -> list[Patch]:
+    """Load one expert of a stack with each row in the place of the next.
+
+    Args:
+        place: the end of the stack's name.
+    """
+    from engines.vllm.worker import WeightSyncExtension
+
+    def shift(stack):
+        shifted = stack.clone()
+        shifted[1] = stack[1].roll(1, 0)
+        return shifted
+
+    def wrap(take):
+        return lambda self, weights: take(
+            self, [(name, shift(tensor) if name.endswith(place) else tensor) for name, tensor in weights]
+        )
+
+    return [(WeightSyncExtension, "take_weights", wrap)]
+
+
 def leave_packed(repack: str) -> list[Patch]:
     """Load weights, and let a CPU's kernel multiply with the copy that it packed of those before.
 

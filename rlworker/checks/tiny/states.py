@@ -82,10 +82,12 @@ def spell_spaces_as_bytes(folder: str | Path) -> None:
     """Spell the space as a byte in a saved tokenizer, as in GPT-2's.
 
     By the model's type transformers' AutoTokenizer, which vLLM takes, cuts texts by Qwen3.5's own rules, whatever the
-    folder says. It finds the tokens of a video's time only where a space is spelled so.
+    folder says. It finds the tokens of a video's time only where a space is spelled so. One without spaces stays.
     """
     path, byte = Path(folder, "tokenizer.json"), "\u0120"
     saved = json.loads(path.read_text())
+    if " " not in saved["model"]["vocab"]:
+        return
     saved["model"]["vocab"][byte] = saved["model"]["vocab"].pop(" ")
     saved["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": byte}
     if saved["decoder"]:

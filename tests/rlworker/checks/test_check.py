@@ -137,6 +137,29 @@ FEW_FAULTS = ("whole-buffer causal", "padding seen", "the label of a neighbour",
 
 
 @pytest.mark.large
+@pytest.mark.timeout(400)
+def test_faults_of_fused_experts_are_found(cluster, monkeypatch, tmp_path):
+    """One changes what is sent, which logprobs tell, the other what is loaded, which is read back."""
+    from rlworker.checks import self_test
+
+    monkeypatch.setattr(self_test, "running_ray", lambda *_: nullcontext())
+    found = self_test.run_self_test(CheckConfig(tiny="qwen3_5_moe", self_test=True), str(tmp_path), print)
+    assert {finding.outcome for finding in found} == {"ok"}, found
+    faults = {finding.where: finding.text for finding in found if finding.check == "fault"}
+    assert set(faults) == {"gate and up of fused experts exchanged", "rows of a fused expert shifted"}
+    assert "weight sync, after new weights" in faults["gate and up of fused experts exchanged"]
+    assert re.search(r"read back: 1 of \d+ tensors are not those", faults["rows of a fused expert shifted"])
+
+
+def test_a_self_test_of_a_tiny_model_without_faults_is_refused(tmp_path):
+    from rlworker.checks.self_test import run_self_test
+
+    config = CheckConfig(tiny="mistral", self_test=True)
+    with pytest.raises(ValueError, match=r"planted into a tiny mistral, expected one of \['gemma3', .*'qwen3_5_moe', "):
+        run_self_test(config, str(tmp_path), print)
+
+
+@pytest.mark.large
 def test_planted_faults_are_found(cluster, monkeypatch, tmp_path):
     """Of each check on one rank of a dense model; all faults are planted by hand."""
     from rlworker.checks import self_test
@@ -167,7 +190,7 @@ def test_every_planted_fault_is_found_and_the_clean_path_is_silent(platform):
         assert "raised" not in finding["text"], "found by its numbers, not because something fell over"
     clean = [finding for finding in found if finding["check"] == "no fault"]
     models = [f"{name}, one rank" for name in ("qwen2", "qwen3_vl", "gemma3", "qwen3_5_text")]
-    models = [models[0], "qwen2, cp=2", *models[1:], "qwen2_moe, ep=2", "glm4_moe, etp=2"]
+    models = [models[0], "qwen2, cp=2", *models[1:], "qwen2_moe, ep=2", "qwen3_5_moe, ep=2", "glm4_moe, etp=2"]
     assert [finding["where"] for finding in clean] == models
     if platform != "cpu":
         not_covered = {"cuda-emulated": "the precision of the device's", "npu-emulated": "pse"}[platform]

@@ -42,6 +42,26 @@ QWEN3_VL_30B = json.loads("""{"architectures": ["Qwen3VLMoeForConditionalGenerat
         "num_position_embeddings": 2304, "out_hidden_size": 2048, "spatial_merge_size": 2,
         "temporal_patch_size": 2}}""")
 """The config.json of Qwen3-VL-30B-A3B, without what no engine reads."""
+QWEN3_5_35B: dict = json.loads("""{"architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
+    "model_type": "qwen3_5_moe", "tie_word_embeddings": false, "video_token_id": 248057,
+    "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    "text_config": {"attention_bias": false, "attention_dropout": 0.0, "attn_output_gate": true, "dtype": "bfloat16",
+        "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": false, "num_attention_heads": 16, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default"},
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "use_cache": true,
+        "vocab_size": 248320},
+    "vision_config": {"deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304,
+        "model_type": "qwen3_5_moe", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2048,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}""")
+"""The config.json of Qwen3.5-35B-A3B and Qwen3.6-35B-A3B."""
 IMAGE_SIZES = ((84, 56), (56, 28), (140, 112), (28, 28), (100, 75), (301, 240))
 """Width and height of each image: one of a single token, one of several attention windows, one that is resized to
 whole patches, and one that is made smaller because it is over the limit."""
