@@ -183,6 +183,17 @@ def test_what_sees_is_the_language_model_with_a_tower(tmp_path):
     assert spec.vision.axes[:6] == (0, 1, 2) * 2 and spec.vision.axes[-2:] == (0, 1)
 
 
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"])
+def test_a_released_dense_model_of_27_billion_weights(tmp_path, name):
+    """Three releases of one architecture, named on the page with their sources."""
+    sizes = {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "num_hidden_layers": 64}
+    sizes |= {"linear_num_value_heads": 48, "output_gate_type": "swish"}
+    spec = read_seeing(tmp_path, text=sizes, vision={"out_hidden_size": 5120})
+    assert spec.count_weights() / 1e9 == pytest.approx(27.4, rel=5e-3)
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert f"| {name} |" in page.partition("## Released models of Qwen3.5")[2].partition("\n## ")[0]
+
+
 def test_a_tower_is_built_from_settings_as_released(tmp_path):
     """They name a kind of tower that transformers does not know, and a list of no inner layers."""
     import torch

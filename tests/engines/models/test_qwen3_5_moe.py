@@ -19,17 +19,35 @@ from engines.models.spec import ModelSpec
 from hardware.megatron.form import Experts
 from hardware.megatron.mixers import DeltaNet
 
-OUT_OF_397B = {
-    "hidden_size": 4096,
-    "linear_num_value_heads": 64,
-    "moe_intermediate_size": 1024,
-    "num_attention_heads": 32,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 60,
-    "shared_expert_intermediate_size": 1024,
+RELEASED: dict[str, tuple[dict, float]] = {
+    "Qwen3.5-35B-A3B": ({}, 35.11),
+    "Qwen3.5-122B-A10B": (
+        {
+            "hidden_size": 3072,
+            "linear_num_value_heads": 64,
+            "moe_intermediate_size": 1024,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 48,
+            "shared_expert_intermediate_size": 1024,
+        },
+        122.6,
+    ),
+    "Qwen3.5-397B-A17B": (
+        {
+            "hidden_size": 4096,
+            "linear_num_value_heads": 64,
+            "moe_intermediate_size": 1024,
+            "num_attention_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 60,
+            "shared_expert_intermediate_size": 1024,
+        },
+        396.8,
+    ),
 }
-"""What the config.json of Qwen3.5-397B-A17B has otherwise."""
+"""Name of a released model -> what its language model's config has other than the first, and its weights by 1e9 without
+those that predict further tokens. docs/models.md says where each was read."""
 LAYER = "model.language_model.layers.{}.mlp.experts."
 
 
@@ -44,17 +62,22 @@ def test_sizes_of_35b_are_taken(tmp_path):
     cut = {"tp": 1, "ep": 8, "etp": 2}
     weights = [spec.weights[f"decoder.layers.0.mlp.experts.weight{n}"].cut_shape(cut) for n in (1, 2)]
     assert weights == [(32, 2, 256, 2048), (32, 2048, 256)]
-    assert round(spec.count_weights() / 1e9, 2) == 35.11  # 34.66 without the tower of 0.45
     VllmConfig(tp=2).check_model(spec)
     MegatronConfig(tp=2, ep=8, ranks=8, dtype="bfloat16").check_model(spec)
 
 
-def test_sizes_of_397b_are_taken(tmp_path):
-    changes = {f"text_config.{key}": value for key, value in OUT_OF_397B.items()}
-    spec = read_config(tmp_path, QWEN3_5_35B, **changes, **{"vision_config.out_hidden_size": 4096})
-    assert spec.experts == Experts(512, 10, 1024, True, shared=1024)
-    assert {mixer for mixer in spec.mixers if isinstance(mixer, DeltaNet)} == {DeltaNet(16, 4, 128, 128, 4)}
-    assert round(spec.count_weights() / 1e9) == 397
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_are_taken(tmp_path, name):
+    """Named on the page with its source."""
+    changes, billions = RELEASED[name]
+    hidden = (QWEN3_5_35B["text_config"] | changes)["hidden_size"]
+    language = {f"text_config.{key}": value for key, value in changes.items()}
+    spec = read_config(tmp_path, QWEN3_5_35B, **language, **{"vision_config.out_hidden_size": hidden})
+    assert spec.count_weights() / 1e9 == pytest.approx(billions, rel=5e-3)
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert f"| {name} |" in page.partition("## Released models of Qwen3.5")[2].partition("\n## ")[0]
+    VllmConfig(tp=4).check_model(spec)
+    MegatronConfig(tp=2, ep=8, ranks=8, dtype="bfloat16").check_model(spec)
 
 
 @pytest.mark.parametrize(
