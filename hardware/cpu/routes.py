@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from hardware.megatron.form import NO_ROUTE
 
@@ -30,9 +31,10 @@ class RouteRecorder:
     """
 
     def __init__(self, runner: Any, layers: int, chosen: int):
-        self._runner, (group, *others) = runner, runner.kv_cache_config.kv_cache_groups
-        assert not others, "layers of a model with experts have one kind of KV cache"
-        self._block = group.kv_cache_spec.block_size
+        self._runner, groups = runner, runner.kv_cache_config.kv_cache_groups
+        # States are kept of some tokens alone, keys of all: a slot stands for a token in a group of layers with keys.
+        self._group = next(i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, MambaSpec))
+        self._block = groups[self._group].kv_cache_spec.block_size
         shape = layers, chosen
         self._of_slots = np.full((runner.kv_cache_config.num_blocks * self._block, *shape), NO_ROUTE, np.int16)
         self._of_samples: dict[Sample, list[np.ndarray]] = {}
@@ -61,7 +63,7 @@ class RouteRecorder:
         batch, counts = self._runner.input_batch, scheduled.num_scheduled_tokens
         names = batch.req_ids
         firsts = batch.num_computed_tokens_cpu[: len(names)].tolist()
-        table = batch.block_table[0]
+        table = batch.block_table[self._group]
         slots = []  # of each request, one for each of its tokens so far
         for name, first, blocks in zip(names, firsts, table.get_numpy_array(), strict=False):
             places = np.arange(first + counts[name])
@@ -72,8 +74,8 @@ class RouteRecorder:
             experts[:, layer] = chosen[: len(written)].numpy()
         self._of_slots[written] = experts
         groups = getattr(scheduled.kv_connector_metadata, "groups", None)
-        if groups and groups[0]:
-            sources, targets = np.asarray(groups[0]).T
+        if groups and groups[self._group]:
+            sources, targets = np.asarray(groups[self._group]).T
             blocks = self._of_slots.reshape(-1, self._block, *self._of_slots.shape[1:])
             blocks[targets] = blocks[sources]
             self._of_slots[written] = experts  # a copy may have gone over the last token of its own
