@@ -31,13 +31,14 @@ from rlworker.config.sft import SftConfig  # noqa: E402
 PAGE = ROOT / "docs" / "configuration.md"
 HEADER = """# Configuration
 
-Every setting of a run with its type, its default and its meaning. A script writes this page from
-the same data classes that `--help` reads: `.venv/bin/python scripts/pages/configuration.py`. A test
-compares the page with the classes.
+```
+.venv/bin/python -m recipes.grpo --help                 # settings without a section, and sections
+.venv/bin/python -m recipes.grpo --help actor           # a section
+.venv/bin/python scripts/pages/configuration.py         # writes this page; a test compares it
+```
 
 - A setting is a field of a data class in a recipe, and an option on its command line:
   `DataConfig(train=...)` is `--data.train`.
-- `--help` lists the settings of a recipe without a section, `--help actor` shows one section.
 - A switch is turned on by `--resume` or `--resume True`, and off by `--no-resume` or
   `--resume False`.
 - A list takes words with blanks between them: `--trackers wandb tensorboard`. A mapping takes keys

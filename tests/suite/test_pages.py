@@ -43,6 +43,12 @@ def test_a_path_that_is_not_there_is_found():
     assert paths_in("python -m recipes.demo_cpu; python scripts/no.py") == {"recipes/demo_cpu.py", "scripts/no.py"}
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_every_page_opens_with_a_command_or_a_table(page):
+    title, blank, first, *_ = page.read_text().splitlines()
+    assert title.startswith("# ") and not blank and first.startswith(("```", "|"))
+
+
 @cache
 def anchors(page: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S), re.M)
