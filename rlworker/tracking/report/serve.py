@@ -42,15 +42,15 @@ class ReportServer(ThreadingHTTPServer):
         self.render()
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            own_host = str(address[0])
+            listen_at = str(address[0])
             self.address_family = family
-            super().__init__((own_host, int(address[1])), _Handler)
+            super().__init__((listen_at, int(address[1])), _Handler)
         except OSError as error:
             raise ValueError(
                 f"report: cannot listen at {host!r}, port {port} ({error}); give --host an address of this machine, "
                 "such as 127.0.0.1 or 0.0.0.0, and --port a free one, or 0"
             ) from error
-        self.is_local = ipaddress.ip_address(own_host.partition("%")[0]).is_loopback
+        self.is_local = ipaddress.ip_address(listen_at.partition("%")[0]).is_loopback
         self.token = "" if self.is_local else secrets.token_urlsafe(24)
 
     @property
