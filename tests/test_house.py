@@ -237,6 +237,8 @@ MASK_FORMS = re.compile(
 PASSED_ON = {
     # Megatron calls core attention with this argument, and so does the probe; it is None.
     ("engines/probes/mixing.py", "attn_mask_type"),
+    # A key of a vision tower's config.json.
+    ("recipes/common/shapes.py", "window_size"),
 }
 
 

@@ -72,7 +72,7 @@ class MixerBytes:
 
 
 class Mixer(ABC):
-    """What mixes the tokens of a layer.
+    """A mixer mixes the tokens of a layer.
 
     Attributes:
         module: its module, ``module:class``; empty for Megatron's own self-attention around a platform's core.

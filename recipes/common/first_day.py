@@ -27,12 +27,12 @@ from typing import Any
 from engines.models.spec import ModelSpec
 from hardware.platform import Platform
 from hardware.platforms import PLATFORMS, get_platform
-from recipes import grpo
 from recipes.common.addition import make_data, make_model
 from recipes.common.shapes import SHAPES
 from rlworker.checks.device.report import PEAK_TFLOPS
 from rlworker.config.command_line import parse_config
 from rlworker.config.memory import list_needs
+from rlworker.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--prompts-per-step", "8", "--samples-per-prompt", "8", "--rollout.max-new-tokens", "16")
@@ -239,7 +239,7 @@ class Day:
 
 def plan_memory(settings: list[str]) -> dict[str, float]:
     """Plan the memory of a run's largest trainer and of a rollout engine, in GB (10^9 bytes) as metrics are."""
-    config = parse_config(grpo.DEFAULT, args=settings)
+    config = parse_config(RunConfig(), args=settings)
     needs = [need for need in list_needs(config, {"actor": ModelSpec.from_folder(config.model)}) if need.count]
     trainers = [need.total / 1e9 for need in needs if not need.is_rollout]
     rollouts = [need.total / 1e9 for need in needs if need.is_rollout]

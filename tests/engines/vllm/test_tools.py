@@ -1,11 +1,17 @@
 """Names of vLLM's parsers of tool calls, read from its source."""
 
 import json
+import mmap
+import os
 import re
+import sys
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from engines.vllm.processes import unlink_shared_memory
 from engines.vllm.tools import check_tool_parser, check_tools, find_bare_call, list_tool_parsers, read_calls
 
 
@@ -87,3 +93,25 @@ def test_schemas_that_no_parser_takes_are_refused():
             check_tools([tool])
     with pytest.raises(ValueError, match=r"the schema of a tool must be JSON: .* set is not"):
         check_tools([{"function": {"name": "add", "parameters": {"enum": {1, 2}}}}])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
+@pytest.mark.parametrize(
+    ("name", "is_vllms"),
+    [
+        ("vllm_dist_{}-tp:0-[0-1]-cpushm_0", True),  # 0.32
+        ("{}-tp:0-[0-1]-cpushm_1", True),  # 0.23 and 0.26
+        ("{}-another", False),
+    ],
+)
+def test_buffers_of_collectives_lose_their_names(name, is_vllms):
+    path = Path("/dev/shm", name.format(os.getpid()))
+    path.write_bytes(bytes(4096))
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as mapped:
+            unlink_shared_memory()
+            mapped[0] = 1
+        assert path.exists() != is_vllms
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()

@@ -65,7 +65,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(monkeypatch, 
     """As head does: what is printed may be held back until the end, or fail at once."""
     reading, writing = os.pipe()
     os.close(reading)
-    monkeypatch.setattr("rlworker.tracking.report.page.write_report", lambda run: "x" * size)
+    monkeypatch.setattr("rlworker.__main__.write_report", lambda run: "x" * size)
     monkeypatch.setattr(sys, "argv", ["rlworker", "report", "run"])
     with open(writing, "w") as output, pytest.raises(SystemExit) as ended:
         monkeypatch.setattr(sys, "stdout", output)
@@ -75,7 +75,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(monkeypatch, 
 
 def test_a_pipe_of_another_that_breaks_is_an_error_of_its_own(monkeypatch):
     reading, writing = os.pipe()
-    monkeypatch.setattr("rlworker.tracking.report.page.write_report", Mock(side_effect=BrokenPipeError("a worker's")))
+    monkeypatch.setattr("rlworker.__main__.write_report", Mock(side_effect=BrokenPipeError("a worker's")))
     monkeypatch.setattr(sys, "argv", ["rlworker", "report", "run"])
     with open(reading), open(writing, "w") as output, pytest.raises(BrokenPipeError, match="a worker's"):
         monkeypatch.setattr(sys, "stdout", output)
