@@ -34,7 +34,7 @@ _MEASURE = """
   return JSON.stringify({
     overflow: document.documentElement.scrollWidth - innerWidth,
     drawn: document.querySelectorAll(".plot .main-svg").length > 0,
-    first: first.map(element => element.className == "plot" ? "[curve]" : element.innerText.split("\\n")[0]),
+    first: first.map(element => element.classList.contains("plot") ? "[curve]" : element.innerText.split("\\n")[0]),
     height: document.documentElement.scrollHeight,
     background: getComputedStyle(document.body).backgroundColor,
   });
