@@ -35,9 +35,6 @@ from engines.models.spec import ModelSpec
 from hardware.attention.mask_spec import Sharing
 from hardware.platform import Platform
 
-_PAD_ID = 0
-"""Any id pads: nothing sees it."""
-
 
 class MegatronEngine:
     """One rank of a training engine. Every method is collective over all of its ranks.
@@ -63,7 +60,7 @@ class MegatronEngine:
         base: "MegatronEngine | None" = None,
     ):
         self.model, self.config, self.platform, self.device = model, config, platform, device
-        self.temperature, self.banned = temperature, model.banned_tokens
+        self.temperature, self.banned, self.pad_id = temperature, model.banned_tokens, 0  # any id pads: nothing sees it
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.is_leader = (
             mpu.get_tensor_model_parallel_rank() == 0
@@ -212,7 +209,7 @@ class MegatronEngine:
             micro=micro,
             layout=layout,
             is_dummy=is_dummy,
-            ids=layout.pack(micro.inputs, fill=_PAD_ID),
+            ids=layout.pack(micro.inputs, fill=self.pad_id),
             inputs=self.platform.build_attention_inputs(spec, rotary, self.config.attention_override),
         )
         forward = self.extensions.prepare(forward)

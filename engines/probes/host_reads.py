@@ -21,7 +21,10 @@ READS_OF_A_STEP = {
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32": "the norm that gradients are clipped by",
 }
 """Place that reads a device's values, once a step or once after it -> the value. Micro-batches read none."""
-READS_OF_EXPERTS = {"hardware/megatron/experts.py Routers.measure": "tokens of each expert, after the last micro-batch"}
+READS_OF_EXPERTS = {
+    "engines/megatron/extensions/experts.py ExpertRouting.start_step": "tokens of all replicas, before the first",
+    "hardware/megatron/experts.py Routers.measure": "tokens of each expert, after the last micro-batch",
+}
 """The further reads of a step with experts, all on one rank."""
 _T = torch.Tensor
 _READING_METHODS = (_T.item, _T.tolist, _T.cpu, _T.numpy, _T.nonzero, _T.unique, _T.equal, _T.masked_select)

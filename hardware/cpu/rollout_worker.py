@@ -34,7 +34,7 @@ class RecordsRoutes:
 
     def record_routes(self, layers: int, chosen: int) -> None:
         """Record from now on, as ``RouteRecorder``."""
-        self._routes = _load("routes").RouteRecorder(self.model_runner, layers, chosen)
+        self._routes = _load("routes").install(self.model_runner, layers, chosen)
 
     def take_routes(self, names: list[str]) -> dict[tuple[str, int], np.ndarray]:
         """Return and forget the experts of the samples of some requests, as ``RouteRecorder.take``."""

@@ -95,3 +95,8 @@ def _read_name(name: str) -> Sample:
     request, dash, _ = rest.rpartition("-")
     assert dash, f"vLLM names a sample {name!r}"
     return request, int(number) if found else 0
+
+
+def install(runner: Any, layers: int, chosen: int) -> RouteRecorder:
+    """Record the experts of all tokens from now on, as ``RouteRecorder``."""
+    return RouteRecorder(runner, layers, chosen)

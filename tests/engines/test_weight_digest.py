@@ -33,9 +33,9 @@ def test_a_digest_is_the_sum_over_rows_and_columns(dtype, columns):
 
 def test_parts_add_up_whatever_their_order_and_a_vector_is_taken_whole():
     plan, tensor = DigestPlan("float32"), torch.randn(6, 4, 5)
-    matrix, parts = tensor.reshape(6, 20), []
-    for row, column in ((3, 8), (0, 8), (3, 0), (0, 0)):
-        block = matrix[row : row + 3, column : column + (12 if column else 8)]
+    matrix, parts = tensor.reshape(24, 5), []  # a stack of matrices is one below another
+    for row, column in ((10, 2), (0, 2), (10, 0), (0, 0)):
+        block = matrix[row : row + (14 if row else 10), column : column + (3 if column else 2)]
         places = np.arange(block.shape[1])
         parts.append(sum_rows(sum_columns(block, places, places + column, torch.float32), row))
     assert sum(parts) % 2**64 == digest(tensor, plan)

@@ -108,7 +108,7 @@ def test_the_command_says_the_address_where_there_is_no_browser(folder):
         assert f"ssh -L {port}:localhost:{port}" in second
         assert get(f"http://127.0.0.1:{port}/")[0] == 200
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
     finally:
         process.kill()
 
