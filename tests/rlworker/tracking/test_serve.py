@@ -9,6 +9,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,9 @@ def test_a_run_that_is_written_anew_is_no_end_of_the_server(folder, serve):
 def test_the_command_says_the_address_where_there_is_no_browser(folder):
     environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
     command = [Path(sys.executable).parent / "rlworker", "report", folder, "--serve"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    # A shell that starts tests in the background lets them ignore interrupts.
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
     try:
         assert process.stdout
         first, second = process.stdout.readline(), process.stdout.readline()
@@ -108,7 +111,7 @@ def test_the_command_says_the_address_where_there_is_no_browser(folder):
         assert f"ssh -L {port}:localhost:{port}" in second
         assert get(f"http://127.0.0.1:{port}/")[0] == 200
         process.send_signal(signal.SIGINT)
-        assert process.wait(300) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
 
