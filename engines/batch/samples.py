@@ -73,7 +73,7 @@ class Completion:
         top_ids, top_logprobs: ``[T, k]`` int32 and float32, the k likeliest ids at each place and their logprobs; id -1
             and -inf if fewer ids may be sampled. None if they were not requested.
         routes: ``[P + T - 1, layers, k]`` int16, the experts by which every id of prompt and completion but the last
-            was computed, 255 in a layer without experts. None if they are not recorded, or it was sampled greedily.
+            was computed, -1 in a layer without experts. None if they are not recorded, or it was sampled greedily.
     """
 
     token_ids: np.ndarray

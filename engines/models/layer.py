@@ -7,6 +7,7 @@ from typing import Any
 from engines.models.weight import Weight
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.megatron.form import PLAIN, LayerOptions
+from hardware.megatron.mixers import Heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,14 @@ class DecoderSizes:
     head_dim: int
     vocab: int
 
+    @property
+    def attention_heads(self) -> Heads:
+        """The heads of attention."""
+        return Heads(queries=self.heads, keys=self.kv_heads, dim=self.head_dim)
+
     def count_kv_heads(self, tp: int) -> int:
-        """Count the heads of keys and values on each of ``tp`` ranks; where there are fewer heads, several ranks
-        compute the same one."""
-        return max(1, self.kv_heads // tp)
+        """Count the heads of keys and values on each of ``tp`` ranks, as ``Heads.count_keys``."""
+        return self.attention_heads.count_keys(tp)
 
     def shares_kv_heads(self, tp: int) -> bool:
         """Tell whether each of ``tp`` ranks gets as many heads of keys and values, or each head as many ranks."""

@@ -19,7 +19,7 @@ from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
 from hardware.megatron.form import Experts, LayerOptions
-from hardware.megatron.mixers import Heads, Mixer
+from hardware.megatron.mixers import Mixer
 
 if TYPE_CHECKING:  # a spec is read before anything takes the time to import torch; of text alone without images
     from torch import Tensor
@@ -185,11 +185,6 @@ class ModelSpec(DecoderSizes):
     def gates_output(self) -> bool:
         """Outputs of attention are scaled by gates, in all layers that have attention."""
         return any(kind.options.gates_output for kind in self.kinds)
-
-    @property
-    def attention_heads(self) -> Heads:
-        """The heads of attention."""
-        return Heads(queries=self.heads, keys=self.kv_heads, dim=self.head_dim)
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:

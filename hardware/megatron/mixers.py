@@ -197,8 +197,8 @@ class DeltaNet(Mixer):
         return {"key heads of layers with a state": self.key_heads}
 
     def count_state_bytes(self, itemsize: int) -> int:
-        inputs = (self.taps - 1) * self.convolved * itemsize
-        return (inputs + self.ratio * self.key_dim * self.value_dim * _FP32) * self.key_heads
+        inputs = (self.taps - 1) * self.convolved * self.key_heads
+        return inputs * itemsize + self.entries * _FP32
 
     def count_token_flops(self) -> int:
         return 6 * self.entries  # three products of a state

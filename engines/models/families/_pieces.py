@@ -1,5 +1,7 @@
 """Pieces that several families are made of: of a decoder, in Megatron's order within each, and of a vision tower."""
 
+from dataclasses import replace
+
 from engines.models.joins import GATED, Grouped, Vocabulary
 from engines.models.layer import DecoderSizes
 from engines.models.weight import EMBEDDING, Weight
@@ -53,6 +55,13 @@ def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
         Weight("mlp.linear_fc1.weight", gated, GATED, cut={0: "tp"}),
         Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
     )
+
+
+def fused_mlp(model: DecoderSizes) -> tuple[Weight, ...]:
+    """State an MLP of which folders have the gate above the up projection in one tensor, and the norm before it."""
+    norm, gated, down = mlp(model)
+    fused = {"mlp.gate_up_proj.weight": (2 * model.ffn, model.hidden)}
+    return norm, replace(gated, tensors=fused), down
 
 
 def final_norm(model: DecoderSizes) -> tuple[Weight, ...]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.models.families._pieces import attention, embedding, final_norm, group_queries, qkv_bias
+from engines.models.families._pieces import attention, embedding, final_norm, fused_mlp, group_queries, qkv_bias
 from engines.models.family import Family
 from engines.models.hf_config import NEEDED, PARTIAL_ROTARY, read_partial_rope
-from engines.models.joins import GATED, Grouped, Shape
+from engines.models.joins import Grouped, Shape
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 from engines.validation import fits
@@ -71,15 +71,9 @@ class TurnedAttention:
         return norm, output, *(replace(weight, join=join) for weight in (qkv, *biases)), after
 
 
-def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
-    """State an MLP with a gate, and the norms before and after it."""
-    hidden, ffn = model.hidden, model.ffn
-    return (
-        Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        Weight("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * ffn, hidden)}, GATED, cut={0: "tp"}),
-        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
-        Weight("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": (hidden,)}),
-    )
+def post_mlp_norm(model: DecoderSizes) -> tuple[Weight, ...]:
+    """State the norm of the MLP's output."""
+    return (Weight("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": (model.hidden,)}),)
 
 
 def read_layers(config: dict, path: Path, layer: LayerKind) -> tuple[LayerKind, ...]:
@@ -97,7 +91,7 @@ FAMILY = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     before=(embedding,),
-    layer=LayerKind((attention,), (mlp,), options=LayerOptions(post_norms=True)),
+    layer=LayerKind((attention,), (fused_mlp, post_mlp_norm), options=LayerOptions(post_norms=True)),
     after=(final_norm,),
     needed=(*NEEDED, "num_key_value_heads", "head_dim"),
     refused=("mlp_bias", "sliding_window", "quantization_config"),

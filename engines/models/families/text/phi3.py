@@ -4,11 +4,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.models.families._pieces import group_queries
+from engines.models.families._pieces import fused_mlp, group_queries
 from engines.models.families.text.llama import FAMILY as LLAMA
 from engines.models.families.text.mistral import SWITCHES
 from engines.models.families.text.mistral import read_layers as read_alike
-from engines.models.joins import GATED
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 
@@ -21,16 +20,6 @@ def attention(model: DecoderSizes) -> tuple[Weight, ...]:
         Weight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
         Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, cut={1: "tp"}),
         Weight("self_attention.linear_qkv.weight", qkv, group_queries(model), cut={0: "tp"}),
-    )
-
-
-def mlp(model: DecoderSizes) -> tuple[Weight, ...]:
-    """State an MLP with a gate, and the norm before it."""
-    hidden, ffn = model.hidden, model.ffn
-    return (
-        Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        Weight("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * ffn, hidden)}, GATED, cut={0: "tp"}),
-        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, cut={1: "tp"}),
     )
 
 
@@ -49,7 +38,7 @@ FAMILY = replace(
     LLAMA,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    layer=LayerKind((attention,), (mlp,)),
+    layer=LayerKind((attention,), (fused_mlp,)),
     refused=(*SWITCHES, "embd_pdrop", "resid_pdrop"),
     read_layers=read_layers,
 )
