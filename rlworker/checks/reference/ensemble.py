@@ -7,7 +7,7 @@ at a time.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from engines.interfaces import LossFn
 from engines.models.adapters import ExpertAdapter, name_in_peft
 from engines.models.spec import ModelSpec
 from rlworker.checks.reference.huggingface import (
+    ManyRows,
     compare_outputs,
     computing_in_double,
     iterate_logits,
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DRAWS = 4
-"""Number of times that HuggingFace computes in the engine's dtype, each with other weights by ``perturb_weights``."""
+"""Number of times that HuggingFace computes in the engine's dtype, each with other weights by ``perturb_weights``.
+Every second time linear layers have ``ManyRows``, as in an engine that packs sequences."""
 _SCORES_AT_ONCE = 2**25
 """Number of logits that are scored together; scoring takes several times their memory."""
 _LEAST_NORM = 1e-3
@@ -184,7 +186,11 @@ def _compute_in(
     """
     adapters = lora.make_values(spec) if lora else {}  # in float32 at all types
     images = open_images(spec, batch, dtype)
-    with computing_in_double() if dtype == torch.float64 else nullcontext():
+    with ExitStack() as how:
+        if dtype == torch.float64:
+            how.enter_context(computing_in_double())
+        elif seed is not None and seed % 2 == 0:
+            how.enter_context(ManyRows())
         model = load_huggingface(spec, dtype)
         if lora:
             _merge_adapters(model, spec, adapters, lora)

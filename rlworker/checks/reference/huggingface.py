@@ -22,6 +22,8 @@ from rlworker.checks.tiny.states import hiding_kernels
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_ROWS = 64
+"""Number of rows from which on a linear layer is computed by the kernel of many rows."""
 Arguments = Callable[[TrainBatch], dict[str, Tensor]]
 """A function of a sequence that returns the arguments for transformers' forward in addition to the ids."""
 
@@ -63,6 +65,23 @@ def computing_in_double() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(previous)
+
+
+class ManyRows(TorchFunctionMode):
+    """Gives linear layers at least ``_ROWS`` rows in this context: appends zeros, and drops their products.
+
+    A processor multiplies many rows by other kernels than a few, which sum in another order. HuggingFace computes one
+    sequence at a time, an engine many together.
+    """
+
+    def __torch_function__(self, func, types, args: tuple = (), kwargs: dict | None = None):
+        if func is not torch.nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        states, *weights = args
+        rows = states.reshape(-1, states.shape[-1])
+        missing = max(0, _ROWS - len(rows))
+        products = func(torch.nn.functional.pad(rows, (0, 0, 0, missing)), *weights, **(kwargs or {}))
+        return products[: len(rows)].reshape(*states.shape[:-1], products.shape[-1])
 
 
 @hiding_kernels()

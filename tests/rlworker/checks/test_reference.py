@@ -32,8 +32,10 @@ from engines.batch.shard import TokenOutputs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.checks.case import Case, make_case
+from rlworker.checks.reference import ensemble
 from rlworker.checks.reference.ensemble import Reference, Rounding, compute_reference
 from rlworker.checks.reference.huggingface import (
+    ManyRows,
     computing_in_double,
     load_huggingface,
     perturb_weights,
@@ -247,7 +249,10 @@ def test_limits_are_multiples_of_a_models_own_rounding(make_hf_model, tmp_path, 
 
 
 def test_rounding_is_the_largest_of_draws_from_float64(make_hf_model, tmp_path):
-    """Each draw is computed here anew, with weights that are rounded otherwise, and compared with float64."""
+    """Each draw is computed here anew, with weights that are rounded otherwise, and compared with float64.
+
+    Every second draw has products of many rows.
+    """
     spec, case = make_case_of_one_family(make_hf_model, tmp_path)
     reference = compute_reference(spec, case.batch, probe_loss, case.denominator, 1.0)
     assert reference.rounding
@@ -259,13 +264,44 @@ def test_rounding_is_the_largest_of_draws_from_float64(make_hf_model, tmp_path):
     for draw in range(1, 5):
         model = load_huggingface(spec)
         perturb_weights(model, draw)
-        logprobs = run_forward(model, spec, case.batch, probe_loss).outputs.logprobs.detach()
+        with nullcontext() if draw % 2 else ManyRows():
+            logprobs = run_forward(model, spec, case.batch, probe_loss).outputs.logprobs.detach()
         distances.append((logprobs.double() - truth).abs())
     assert len({float(distance.mean()) for distance in distances}) == 4
     outputs = reference.rounding.outputs
     assert outputs["logprob mean"] == pytest.approx(max(float(d.mean()) for d in distances), rel=1e-6)
     assert outputs["logprob p99"] == pytest.approx(max(float(d.quantile(0.99)) for d in distances), rel=1e-6)
     assert outputs["logprob max"] == pytest.approx(max(float(d.max()) for d in distances), rel=1e-6)
+
+
+def test_half_of_the_draws_have_products_of_many_rows(make_hf_model, tmp_path, monkeypatch):
+    spec, case = make_case_of_one_family(make_hf_model, tmp_path)
+    entered = []
+    monkeypatch.setattr(ensemble, "ManyRows", lambda: entered.append("entered") or nullcontext())
+    compute_reference(spec, case.batch.select(0, 1), probe_loss, case.denominator, 1.0)
+    assert len(entered) == 2
+
+
+def test_many_rows_are_computed_by_their_kernel():
+    generator = torch.Generator().manual_seed(1)
+    layer = torch.nn.Linear(576, 96)
+    few = torch.randn(2, 7, 576, generator=generator)
+    zeros = torch.zeros(50, 576)
+    many = layer(torch.cat([few.view(14, 576), zeros]))
+    with ManyRows():
+        products = layer(few)
+    assert torch.equal(products, many[:14].view(2, 7, 96))
+
+    enough = torch.randn(64, 576, generator=generator)
+    usual = layer(enough)
+    with ManyRows():
+        assert torch.equal(layer(enough), usual)
+
+    shown = few.double().requires_grad_()
+    (usual_gradient,) = torch.autograd.grad(layer.double()(shown).sin().sum(), shown)
+    with ManyRows():
+        (gradient,) = torch.autograd.grad(layer(shown).sin().sum(), shown)
+    torch.testing.assert_close(gradient, usual_gradient, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
