@@ -160,7 +160,7 @@ def test_a_preempted_request_begins_its_state_anew(cluster, tmp_path, measured, 
     prompts.append(Prompt(tuple(torch.randint(3, 99, (longest - tokens,), generator=GENERATOR).tolist())))
     with Rollouts("cpu", 1) as rollouts:
         (worker,) = rollouts.start(spec, config).wait().workers
-        requests = make_requests(prompts, replace(SAMPLING, count=2, max_tokens=tokens))
+        requests = make_requests(prompts, replace(SAMPLING, count=2, max_tokens=tokens, stop_token_ids=()))
         found, preempted = ask(worker.__ray_call__, sample_in_little_memory, requests, 1)
     differences = measure_differences(load_folder(spec.folder), prompts, found)
     measured({"preempted, mean": float(differences.mean()), "preempted": float(differences.max())})
