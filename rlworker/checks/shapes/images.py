@@ -1,6 +1,7 @@
 """Images in shapes: patches have no numbers; grids of patches and places of image tokens do, and stay on the host."""
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import count
 from types import ModuleType, SimpleNamespace
@@ -49,6 +50,16 @@ def make_image_batch(vision: VisionSpec, length: int, rows: int) -> TrainBatch:
     return TrainBatch.from_ids(sequences, [len(prompt)] * rows, **columns)
 
 
+def _move_results(module: ModuleType, name: str, mode: ShapeMode) -> None:
+    """Replace a module's function by one whose tensors are on the device in shapes."""
+    function = getattr(module, name)
+    setattr(
+        module,
+        name,
+        lambda *args, **kwargs: tree_map_only(Tensor, lambda each: each.to(mode.device), function(*args, **kwargs)),
+    )
+
+
 def replace_images(vision: VisionSpec, mode: ShapeMode, embedding: ModuleType) -> None:
     """Replace image files by patches without numbers, and keep grids and places of image tokens on the host.
 
@@ -79,6 +90,8 @@ def replace_images(vision: VisionSpec, mode: ShapeMode, embedding: ModuleType) -
                 part.register_forward_pre_hook(
                     lambda _, inputs: tree_map_only(Tensor, lambda each: each.to(mode.device), inputs)
                 )
+            if hasattr(part, "num_grid_per_side"):  # its learned positions too, by places in a table and their weights
+                _move_results(sys.modules[type(part).__module__], "get_vision_interpolation_indices_and_weights", mode)
 
     module.add_tower, module.Vision._places, layouts.build = add_and_move_positions, find_places, build_twice
     module.to_device = lambda values, device: values if values.dtype == torch.long else copy(values, device)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Config = RunConfig | SftConfig
 
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
-_SEEING = ("qwen2_vl", "qwen2_5_vl")
+_SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families with a vision tower that was run in shapes."""
 _EVIDENCE = (
     "Shape-executed: the engine's own code on a device that is not there. Counted are the peak of an optimizer step "
@@ -51,7 +51,7 @@ def list_cases(config: "Config", model: ModelSpec, ranks: Sequence[int]) -> list
         raise ValueError(f"plan: --run-shapes names rank {wrong[0]}, expected 0 to {actor.ranks - 1}")
     if model.vision and (family := model.family.model_type) not in _SEEING:
         raise ValueError(
-            f"plan: --run-shapes runs the towers of {' and '.join(_SEEING)}, and {model.folder!r} is a {family}; leave "
+            f"plan: --run-shapes runs the towers of {', '.join(_SEEING)}, and {model.folder!r} is a {family}; leave "
             "it out"
         )
     each = max(1, micro.slots // count_row_slots(config))

@@ -183,9 +183,12 @@ def test_the_same_code_in_shapes_and_in_numbers(make_hf_model, recompute):
     assert count.kept == pytest.approx(kept, rel=0.07)
 
 
-@pytest.mark.parametrize("recompute", in_runs(large=["full"], product=["none"]))
-def test_images_in_shapes_and_in_numbers(tmp_path, recompute):
-    model = ModelSpec.from_folder(make_vlm(tmp_path, "qwen2_5_vl"))
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    in_runs(large=[("qwen2_5_vl", "full")], product=[("qwen2_5_vl", "none"), ("qwen3_vl", "full")]),
+)
+def test_images_in_shapes_and_in_numbers(tmp_path, family, recompute):
+    model = ModelSpec.from_folder(make_vlm(tmp_path, family))
     config = MegatronConfig(recompute=recompute, dtype="bfloat16")
     case = RankCase(model, config, "cuda-emulated", 0, 65, 4, 2)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -196,17 +199,25 @@ def test_images_in_shapes_and_in_numbers(tmp_path, recompute):
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("sizes", [{"ranks": 2, "tp": 2}, {"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"}], ids=str)
-def test_stages_of_a_model_that_sees_images(tmp_path, sizes):
-    config = make_config(make_vlm(tmp_path, "qwen2_5_vl", max_position_embeddings=1024), **sizes)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen2_5_vl", {"ranks": 2, "tp": 2}),
+        ("qwen2_5_vl", {"ranks": 4, "cp": 2, "pp": 2, "recompute": "full"}),
+        ("qwen3_5_moe", {"ranks": 4, "tp": 2, "ep": 2, "recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_stages_of_a_model_that_sees_images(tmp_path, family, sizes):
+    config = make_config(make_vlm(tmp_path, family, max_position_embeddings=1024), **sizes)
     for case, count in run(config, choose_ranks(config)):
         memory = plan_rank(case, config)
         assert count.held == {kind: getattr(memory, kind) for kind in count.held}
 
 
 def test_a_tower_that_was_not_run_is_refused(tmp_path):
-    config = make_config(make_vlm(tmp_path, "qwen3_vl", max_position_embeddings=1024))
-    with pytest.raises(ValueError, match=r"runs the towers of qwen2_vl and qwen2_5_vl, and .* is a qwen3_vl; leave it"):
+    config = make_config(make_vlm(tmp_path, "gemma3", max_position_embeddings=1024))
+    with pytest.raises(ValueError, match=r"runs the towers of qwen2_vl, .* and .* is a gemma3; leave it"):
         list_cases(config, ModelSpec.from_folder(config.model), [0])
 
 
