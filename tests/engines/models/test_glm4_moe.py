@@ -74,6 +74,8 @@ def test_layers_that_predict_further_tokens_are_left_out(make_hf_model, tmp_path
     """A released folder has one behind the last; what is trained has none, and its config says so."""
     folder, target = tmp_path / "released", tmp_path / "trained"
     shutil.copytree(make_hf_model("glm4_moe", False), folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": 1}))
     weights = load_file(folder / "model.safetensors")
     further = {"model.layers.4.eh_proj.weight": torch.ones(2, 4), "model.layers.4.enorm.weight": torch.ones(2)}
     save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +83,6 @@ def test_layers_that_predict_further_tokens_are_left_out(make_hf_model, tmp_path
     check_tensors(SafetensorsFolder(str(folder)), spec)
     save_hf_folder(weights.items(), spec, str(target), 10**9)
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, target)]
-    assert configs[0]["num_nextn_predict_layers"] == 1
     assert configs[1] == configs[0] | {"num_nextn_predict_layers": 0}
     save_file(weights | {"model.layers.3.eh_proj.weight": torch.ones(2)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected \['model.layers.3.eh_proj.weight'\]"):

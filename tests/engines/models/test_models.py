@@ -42,6 +42,9 @@ def test_flops_are_those_of_huggingfaces_products(make_hf_model, family, tied):
         with FlopCounterMode(display=False) as counter:
             model(torch.arange(length)[None] % spec.vocab).logits.sum().backward()
         counted += counter.get_total_flops()
+        # Older versions of transformers multiply frequencies and positions as matrices.
+        rotary = (count for name, count in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
+        counted -= sum(sum(count.values()) for count in rotary)
     pairs = 12 * spec.layers * spec.heads * spec.head_dim * sum(length**2 for length in lengths) / 2
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)  # norms and biases, which are no products
     assert spec.count_training_flops(lengths) + pairs - 6 * vectors * sum(lengths) == counted
@@ -290,7 +293,8 @@ def test_routes_are_replayed_where_they_are_recorded(make_hf_model):
     dense, spec = (ModelSpec.from_folder(make_hf_model(name, False)) for name in ("qwen2", "qwen3_moe"))
     config = VllmConfig(replay_routes=True, max_model_len=128, max_new_tokens=8)
     spec = replace(spec, head_dim=64)
-    check_rollout(spec, "cpu", config)
+    with with_vllm("0.32.0"):
+        check_rollout(spec, "cpu", config)
     with pytest.raises(ValueError, match=r"needs a model with experts, and this one has none; leave --rollout.replay"):
         config.check_model(dense)
     uncached = replace(config, vllm={"enable_prefix_caching": False})

@@ -206,11 +206,13 @@ def compute_weights(draw: Draw, folder: str, batches: Sequence[TrainBatch], opti
 
 def count_choices(model) -> list[torch.Tensor]:
     """Tokens ``[experts]`` that chose each expert, of each layer that has some; forward passes add to them."""
-    counts = {name: torch.zeros(len(x.weight)) for name, x in model.named_modules() if name.endswith(".mlp.gate")}
+    experts = {name: x for name, x in model.named_modules() if name.endswith(".mlp.experts")}
+    counts = {name: torch.zeros(x.num_experts) for name, x in experts.items()}
 
-    def watch(name: str, gate, inputs, found: tuple[torch.Tensor, ...]) -> None:
-        counts[name] += found[2].flatten().bincount(minlength=len(counts[name]))
+    def watch(name: str, _, inputs: tuple[torch.Tensor, ...]) -> None:
+        chosen = inputs[1]  # beside hidden states and weights
+        counts[name] += chosen.flatten().bincount(minlength=len(counts[name]))
 
-    for name in counts:
-        model.get_submodule(name).register_forward_hook(partial(watch, name))
+    for name, module in experts.items():
+        module.register_forward_pre_hook(partial(watch, name))
     return list(counts.values())
