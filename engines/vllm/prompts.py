@@ -18,9 +18,9 @@ def make_prompt(request: Request, model: ModelSpec) -> TokensPrompt:
     """
     if not request.images:
         return TokensPrompt(prompt_token_ids=list(request.token_ids))
-    from engines.vllm.image_prompts import make_image_prompt  # text needs no module of images
+    from engines.images import prompts  # text needs no module of images
 
-    return make_image_prompt(request, model)
+    return TokensPrompt(**prompts.make_prompt(request, model))
 
 
 def make_params(sampling: Sampling, count: int, model: ModelSpec, config: VllmConfig) -> SamplingParams:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from vllm.inputs import TokensPrompt
 
 from engines.batch.samples import Request
 from engines.images.decoding import decode
@@ -13,7 +12,7 @@ from engines.images.video import Video
 from engines.models.spec import ModelSpec
 
 
-def make_image_prompt(request: Request, model: ModelSpec) -> TokensPrompt:
+def make_prompt(request: Request, model: ModelSpec) -> dict[str, Any]:
     """Make a prompt of its ids, with one token for each image, and of the decoded images.
 
     Raises:
@@ -26,7 +25,7 @@ def make_image_prompt(request: Request, model: ModelSpec) -> TokensPrompt:
         kind, pixels = ("video", _decode_video(image)) if isinstance(image, Video) else ("image", decode(image))
         decoded.setdefault(kind, []).append(pixels)
         digests.setdefault(kind, []).append(image.digest)
-    return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
+    return {"prompt_token_ids": ids, "multi_modal_data": decoded, "multi_modal_uuids": digests}
 
 
 def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
