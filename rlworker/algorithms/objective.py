@@ -11,7 +11,7 @@ from torch import Tensor
 from engines.batch.batch import TrainBatch
 from engines.interfaces import LossFn
 from engines.validation import option
-from rlworker.algorithms import advantages, import_distillation, losses
+from rlworker.algorithms import advantages, losses
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, add_overlong_penalty, limit_episodes
 from rlworker.algorithms.losses import Aggregation, Correction, KlEstimate, policy_loss, value_loss
 from rlworker.algorithms.passing import PassedFunction
@@ -95,6 +95,13 @@ def make_objective(
         config.trains_critic,
         find_teaching,
     )
+
+
+def import_distillation():
+    """Import what only a run with a reference or teachers needs."""
+    from rlworker.algorithms import distillation
+
+    return distillation
 
 
 def find_teaching_groups(

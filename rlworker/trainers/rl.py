@@ -13,10 +13,9 @@ from ray.actor import ActorHandle
 from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, get_logprobs, get_values, require_tokens
 from engines.interfaces import LossFn
-from rlworker.algorithms import import_distillation
 from rlworker.algorithms.advantages import AdvantageFn
 from rlworker.algorithms.losses import Aggregation, token_mean
-from rlworker.algorithms.objective import make_objective
+from rlworker.algorithms.objective import import_distillation, make_objective
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
