@@ -219,7 +219,7 @@ def test_there_are_few_enough_keys_to_know():
     from recipes.common.worked_episodes import EpisodeToyConfig
     from recipes.demos.cpu import DemoConfig
     from rlworker.checks.config import CheckConfig
-    from rlworker.config.changes import flatten_config
+    from rlworker.config.command_line import flatten_config
     from rlworker.config.sft import SftConfig
 
     for config in (VlmRecipeConfig, DemoConfig, EpisodeToyConfig, SftConfig, CheckConfig):

@@ -1,7 +1,7 @@
 """Settings of training engines, checked when they are built and before anything heavy starts."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -12,7 +12,9 @@ from engines.models.weight import Part, Way
 from engines.validation import FINITE, PassThrough, check_types
 from hardware.attention.capabilities import check_override
 from hardware.attention.rules import compute_slot_unit
-from hardware.megatron.form import Experts
+
+if TYPE_CHECKING:  # models without experts load nothing of them
+    from hardware.megatron.mixture import Experts
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class MegatronConfig:
                 "leave --actor.router-bias-rate or --actor.freeze out"
             )
 
-    def _check_experts(self, experts: Experts, hidden: int) -> None:
+    def _check_experts(self, experts: "Experts", hidden: int) -> None:
         """Raise ValueError if the experts cannot be cut so, or torch has no grouped product of an expert's part."""
         for name, size, value in (("ep", self.ep, experts.count), ("etp", self.etp, experts.ffn)):
             if value % size:

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from engines.models.adapters import GROUPS, WEIGHTS, Adapter, draw_adapters, list_adapters, list_targets
+from engines.models.folders import ADAPTER_WEIGHTS
 from engines.models.spec import ModelSpec
 from engines.validation import FINITE, check_types
 
 if TYPE_CHECKING:  # settings are read before anything takes the time to import torch
     from torch import Tensor
+
+    from engines.models.adapters import Adapter
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,17 @@ class LoraConfig:
         """Keys of PEFT's ``adapter_config.json`` that say the same."""
         return {"r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.scaling == "rslora"}
 
-    def list_adapters(self, model: ModelSpec) -> list[Adapter]:
+    def list_adapters(self, model: ModelSpec) -> "list[Adapter]":
         """List the adapters of a model, in the order of its weights; none at rank 0."""
-        return list_adapters(model, self.rank, self.targets) if self.rank else []
+        return import_adapters().list_adapters(model, self.rank, self.targets) if self.rank else []
 
     def make_values(self, model: ModelSpec) -> "dict[str, Tensor]":
         """Make adapters with which a model computes otherwise, by PEFT's names: those to start from, or random ones."""
         if self.start:
             from safetensors.torch import load_file
 
-            return load_file(Path(self.start, WEIGHTS))
-        return draw_adapters(self.list_adapters(model), self.scale)
+            return load_file(Path(self.start, ADAPTER_WEIGHTS))
+        return import_adapters().draw_adapters(self.list_adapters(model), self.scale)
 
     def check_model(self, model: ModelSpec, stages: int) -> None:
         """Raise ValueError if a model has not the layers that are to have adapters, the engine has no adapters for
@@ -72,8 +74,9 @@ class LoraConfig:
         """
         if not self.rank:
             return
-        available = list_targets(model)
-        groups = dict.fromkeys((*GROUPS, *available.values(), *(("experts",) if model.experts else ())))
+        adapters = import_adapters()
+        available = adapters.list_targets(model)
+        groups = dict.fromkeys((*adapters.GROUPS, *available.values(), *(("experts",) if model.experts else ())))
         if unknown := [target for target in self.targets if target not in (*groups, *available)]:
             raise ValueError(
                 f"actor.lora: targets names {unknown}, expected {', '.join(groups)} or some of {sorted(available)}; "
@@ -86,10 +89,7 @@ class LoraConfig:
             )
         self._check_stages(model, stages)
         if self.start:
-            from engines.models.folders.adapter_folder import check_adapter_folder  # most runs start from no adapters
-
-            shapes = {name: shape for each in self.list_adapters(model) for name, shape in each.tensors.items()}
-            check_adapter_folder(self.start, self.peft_settings, shapes, "actor.lora")
+            adapters.check_start(self.start, self.peft_settings, self.list_adapters(model), "actor.lora")
 
     def _check_stages(self, model: ModelSpec, stages: int) -> None:
         """Raise ValueError if a pipeline stage has no adapter, and so nothing to learn."""
@@ -99,3 +99,10 @@ class LoraConfig:
                 f"actor.lora: targets={self.targets} leaves stages {idle} of pp={stages} nothing to learn; add to "
                 "--actor.lora.targets or lower --actor.pp"
             )
+
+
+def import_adapters():
+    """Import what only a model with adapters needs."""
+    from engines.models import adapters
+
+    return adapters

@@ -26,7 +26,7 @@ from engines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engines.megatron.extensions.extension import Extensions, ForwardPass, Stage
 from engines.megatron.layout import Layout
 from engines.megatron.logprobs import score_tokens
-from engines.megatron.memory.offload import OffloadedWeights, OffloadManager
+from engines.megatron.memory.parts import DeviceParts, import_offload
 from engines.megatron.model import FrozenModel, build_model, build_transformer_config, choose_learning
 from engines.megatron.optimizer import build_optimizer
 from engines.megatron.rotary import Rotary
@@ -80,8 +80,10 @@ class MegatronEngine:
         # Typed as in an engine that learns; of other engines only attributes that a plain module has are read.
         self.module = cast(DistributedDataParallel, wrapped)
         self.optimizer, self.schedule = cast(tuple[MegatronOptimizer, OptimizerParamScheduler], learner)
-        self.weights_on_device = OffloadedWeights(module) if cpu_offload else contextlib.nullcontext()
-        self.offload_manager = OffloadManager(wrapped, learner[0], device, cpu_offload, base and base.offload_manager)
+        self.weights_on_device = contextlib.nullcontext()
+        if cpu_offload:
+            self.weights_on_device = import_offload().OffloadedWeights(module)
+        self.device_parts = DeviceParts(wrapped, learner[0], device, cpu_offload, base and base.device_parts)
 
     # -- forward and backward
 
@@ -93,7 +95,7 @@ class MegatronEngine:
             parts.append(outputs)
             return torch.zeros(()), torch.tensor(0), {}
 
-        self.offload_manager.require("forward", "weights")
+        self.device_parts.require("forward", "weights")
         self._check_schedule(shard)
         self.module.eval()
         own = self.temperature, self.banned
@@ -130,7 +132,7 @@ class MegatronEngine:
 
     def backward(self, shard: Shard, loss_fn: LossFn, denominator: float) -> tuple[list[dict], list[Outputs]]:
         """Add gradients of ``sum(loss) / denominator`` into the buffers; metrics and outputs of each micro-batch."""
-        self.offload_manager.require("backward", "weights", "gradients", "optimizer")
+        self.device_parts.require("backward", "weights", "gradients", "optimizer")
         self._check_schedule(shard)
         step_tokens = self._sum_over_replicas(shard.num_tokens)
         parts: list[Outputs] = []
@@ -286,7 +288,7 @@ class MegatronEngine:
         Only the first replica works, and the ranks that have parts of experts which it has not: the others hold the
         same weights. None of these yields anything. With ``everywhere`` all ranks yield all weights.
         """
-        self.offload_manager.require("export_weights", "weights")
+        self.device_parts.require("export_weights", "weights")
         only_helps = not everywhere and bool(self.dp_rank or mpu.get_context_parallel_rank())
         # Of a stage's ranks the first replica has the first tp, and the same experts are ep x etp apart.
         if not everywhere and mpu.get_expert_data_parallel_rank() * self.config.ep * self.config.etp >= self.config.tp:
@@ -297,7 +299,7 @@ class MegatronEngine:
 
     def save(self, folder: str) -> list[str]:
         """Save a checkpoint into an empty folder; returns the names of the files that this rank wrote."""
-        self.offload_manager.require("save", "weights", "optimizer")
+        self.device_parts.require("save", "weights", "optimizer")
         return save_checkpoint(folder, self.module, self.optimizer, self.schedule, self.extensions.learned)
 
     def load(self, folder: str) -> None:
@@ -306,16 +308,16 @@ class MegatronEngine:
         Raises:
             ValueError: the folder holds none.
         """
-        self.offload_manager.require("load", "weights", "optimizer")
+        self.device_parts.require("load", "weights", "optimizer")
         load_checkpoint(folder, self.module, self.optimizer, self.schedule, self.extensions.learned)
 
     def offload(self, parts: Sequence[OffloadPart]) -> None:
         """Move parts to the host's memory. Not collective."""
-        self.offload_manager.offload(parts)
+        self.device_parts.offload(parts)
 
     def onload(self, parts: Sequence[OffloadPart]) -> None:
         """Bring parts back onto the device. Not collective."""
-        self.offload_manager.onload(parts)
+        self.device_parts.onload(parts)
 
 
 def _reduce(metrics: list[dict]) -> dict[str, float]:

@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engines.config import MegatronConfig
 from engines.megatron.weights import load_weights, name_parameters
-from engines.models.adapters import is_adapter
 from engines.models.spec import ModelSpec
+from engines.models.weight import is_adapter
 from hardware.megatron.marks import mark_sequence_parallel
 from hardware.platform import Platform
 

@@ -9,7 +9,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engines.config import MegatronConfig
-from engines.megatron.memory.offload import OffloadedOptimizer
+from engines.megatron.memory.parts import import_offload
 
 
 def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
@@ -45,7 +45,7 @@ def build_optimizer(module, config: MegatronConfig) -> tuple[MegatronOptimizer, 
     parts[:] = [part for part in parts if not part.is_stub_optimizer]
     if config.optimizer.offload_fraction:
         for part in parts:
-            OffloadedOptimizer(part, config.optimizer.offload_fraction)
+            import_offload().OffloadedOptimizer(part, config.optimizer.offload_fraction)
     # The n-th step takes the rate at n: the peak at the last of the warm-up (the first step without one) and min_lr at
     # the first after the decay, so that the last step of a run that decays to 0 still learns.
     warmup = max(config.optimizer.lr_warmup_steps, 1)

@@ -13,11 +13,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from engines.megatron.groups import get_cut_group
-from engines.models.adapters import is_adapter
 from engines.models.folders.hf_folder import check_tensors
 from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
-from engines.models.weight import EMBEDDING, OUTPUT, Weight
+from engines.models.weight import EMBEDDING, OUTPUT, Weight, is_adapter
 
 Named = TypeVar("Named")
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from engines.models.joins import ExpertColumns
+from engines.models.folders.adapter_folder import check_adapter_folder
+from engines.models.joins import Join, Shape
 from engines.models.spec import ModelSpec
 from engines.models.weight import Way, Weight
 
 if TYPE_CHECKING:  # adapters are listed before anything takes the time to import torch
     from torch import Tensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of adapters, as PEFT names them."""
 GROUPS = {
     "attention": (
         "self_attention.linear_qkv",
@@ -38,6 +37,24 @@ _EXPERTS = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.weight\d")
 
 
 @dataclass(frozen=True)
+class ExpertColumns(Join):
+    """Takes the columns of each expert, which alternate in one tensor, as a matrix of its own:
+    ``[rows, columns * experts]`` becomes ``[experts, rows, columns]``."""
+
+    experts: int = 1
+
+    def find_shape(self, shapes: Sequence[Shape]) -> Shape:
+        ((rows, columns),) = shapes
+        return self.experts, rows, columns // self.experts
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+
+    def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        return [whole.permute(1, 2, 0).flatten(1)]
+
+
+@dataclass(frozen=True)
 class Adapter:
     """The adapters of one of Megatron's linear layers ``[out, in]``: one of each HuggingFace layer that it is made of.
 
@@ -47,7 +64,10 @@ class Adapter:
     Attributes:
         model: the model. weight: the layer's. layer: number of the decoder's layer, from 0; 0 of a tower.
         targets: names in a saved folder of those of the weight's tensors that have an adapter.
+        is_of_experts: the layer is of all routed experts.
     """
+
+    is_of_experts: ClassVar[bool] = False
 
     model: ModelSpec
     weight: Weight
@@ -90,6 +110,8 @@ class ExpertAdapter(Adapter):
     They are those of PEFT's ``target_parameters``. Gate and up projection are one tensor of transformers' module, which
     has one A. ``a`` stacks the A of the experts; ``b`` is ``[experts, out, rank]``.
     """
+
+    is_of_experts: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -134,11 +156,6 @@ class ExpertAdapter(Adapter):
         return f"base_model.model.{place}{within}.lora_{kind}.weight"
 
 
-def is_adapter(name: str) -> bool:
-    """Tell whether a parameter by Megatron's name is of an adapter."""
-    return ".adapter." in name
-
-
 def name_in_peft(model: ModelSpec, name: str, kind: str) -> str:
     """Name the ``A`` or ``B`` of a weight of a model's folder as a folder of PEFT's does."""
     return f"base_model.model.{model.find_module_name(name).removesuffix('.weight')}.lora_{kind}.weight"
@@ -181,6 +198,12 @@ def _list_linear(model: ModelSpec) -> list[tuple[int, str, Weight]]:
         if name.startswith("vision.") and name.endswith(".weight") and "embed" not in name and len(shape) == 2:
             found.append((0, weight.part, weight))
     return found
+
+
+def check_start(folder: str, settings: Mapping[str, Any], adapters: Sequence[Adapter], where: str) -> None:
+    """Check that a folder has these adapters, as ``check_adapter_folder``; ValueError where it has others."""
+    shapes = {name: shape for adapter in adapters for name, shape in adapter.tensors.items()}
+    check_adapter_folder(folder, settings, shapes, where)
 
 
 def draw_start(name: str, shape: tuple[int, ...]) -> Tensor:

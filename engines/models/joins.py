@@ -44,7 +44,7 @@ class Join:
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Join HuggingFace's tensors to Megatron's, of the shape that ``find_shape`` says."""
-        return _concatenate(tensors)
+        return concatenate(tensors)
 
     def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Split a joined tensor into HuggingFace's, of these shapes: the inverse of ``join``."""
@@ -57,12 +57,12 @@ class Join:
     def cut(self, whole: Tensor, axis: int, ranks: int, rank: int) -> Tensor:
         """Cut out what a rank gets of an axis."""
         shares = [part.chunk(ranks, dim=axis)[rank] for part in whole.chunk(self.parts)]
-        return _concatenate(shares)
+        return concatenate(shares)
 
     def gather(self, shares: Sequence[Tensor], axis: int) -> Tensor:
         """Join what all ranks have of an axis: the inverse of ``cut``."""
         parts = zip(*(share.chunk(self.parts) for share in shares))
-        return _concatenate([_concatenate(part, axis) for part in parts])
+        return concatenate([concatenate(part, axis) for part in parts])
 
     def read_share(self, folder: TensorReader, tensors: Mapping[str, Shape], ranks: int, rank: int) -> list[Tensor]:
         """Read what a rank gets of the first axis, which has the experts, and no more than that."""
@@ -91,7 +91,7 @@ class Vocabulary(Join):
     def cut(self, whole: Tensor, axis: int, ranks: int, rank: int) -> Tensor:
         count = self.count_share(len(whole), ranks)
         missing = count * ranks - len(whole)
-        padded = _concatenate([whole, whole.new_zeros(missing, *whole.shape[1:])])
+        padded = concatenate([whole, whole.new_zeros(missing, *whole.shape[1:])])
         return padded.chunk(ranks, dim=axis)[rank]
 
     def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -130,106 +130,7 @@ class Grouped(Join):
         return _ungroup(_group([runs[place] for place in sorted(runs)], self.groups), self.groups, rows)
 
 
-@dataclass(frozen=True)
-class GatedQueries(Grouped):
-    """Groups queries, keys and values, where each head's query has a gate below it: a group has its queries above
-    their gates.
-
-    Attributes:
-        head_dim: rows of a head's query.
-    """
-
-    head_dim: int = 1
-
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        query, *others = tensors
-        query = query.unflatten(0, (self.groups, -1, 2, self.head_dim)).transpose(1, 2).flatten(0, 3)
-        return super().join([query, *others])
-
-    def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        query, *others = super().split(whole, shapes)
-        query = query.unflatten(0, (self.groups, 2, -1, self.head_dim)).transpose(1, 2)
-        return [query.flatten(0, 3), *others]
-
-
-@dataclass(frozen=True)
-class StackedExperts(Join):
-    """Stacks a tensor of each expert, ``[experts, h, f]``, or its gate and its up projection,
-    ``[experts, 2, f, h]``.
-
-    Attributes:
-        projections: tensors of each expert.
-    """
-
-    projections: int = 1
-
-    def find_shape(self, shapes: Sequence[Shape]) -> Shape:
-        count = len(shapes) // self.projections
-        return count, *([self.projections] if self.projections > 1 else []), *shapes[0]
-
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        stack = _concatenate([tensor.unsqueeze(0) for tensor in tensors])
-        return stack.unflatten(0, (-1, self.projections)) if self.projections > 1 else stack
-
-    def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        return list(whole.flatten(0, -3))  # but for the last two axes, of which each of HuggingFace's has its own
-
-    def read_share(self, folder: TensorReader, tensors: Mapping[str, Shape], ranks: int, rank: int) -> list[Tensor]:
-        names, count = list(tensors), len(tensors) // ranks
-        return [folder[name] for name in names[rank * count :][:count]]
-
-
-@dataclass(frozen=True)
-class FusedExperts(Join):
-    """Takes one tensor of all experts, ``[experts, rows, columns]``.
-
-    Attributes:
-        projections: matrices of each expert, side by side: a gate and an up projection become ``[experts, 2, f, h]``.
-        transposed: a folder has each expert's matrix transposed, ``[experts, columns, rows]``.
-    """
-
-    projections: int = 1
-    transposed: bool = False
-
-    def find_shape(self, shapes: Sequence[Shape]) -> Shape:
-        ((count, *sides),) = shapes
-        rows, columns = reversed(sides) if self.transposed else sides
-        if self.projections == 1:
-            return count, rows, columns
-        return count, self.projections, rows // self.projections, columns
-
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        (stack,) = tensors
-        stack = stack.transpose(1, 2) if self.transposed else stack
-        return stack.unflatten(1, (self.projections, -1)) if self.projections > 1 else stack
-
-    def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        stack = whole.flatten(1, -2)
-        return [stack.transpose(1, 2).contiguous() if self.transposed else stack]
-
-    def split_module(self, values: Tensor, tensors: Mapping[str, Shape]) -> dict[str, Tensor]:
-        return dict.fromkeys(tensors, values.transpose(1, 2) if self.transposed else values)
-
-
-@dataclass(frozen=True)
-class ExpertColumns(Join):
-    """Takes the columns of each expert, which alternate in one tensor, as a matrix of its own:
-    ``[rows, columns * experts]`` becomes ``[experts, rows, columns]``."""
-
-    experts: int = 1
-
-    def find_shape(self, shapes: Sequence[Shape]) -> Shape:
-        ((rows, columns),) = shapes
-        return self.experts, rows, columns // self.experts
-
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
-
-    def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        return [whole.permute(1, 2, 0).flatten(1)]
-
-
-def _concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Put tensors end to end; one alone is taken as it is."""
     if len(tensors) == 1:
         return tensors[0]
@@ -242,12 +143,12 @@ def _recut(tensors: Sequence[Tensor], rows: Sequence[int]) -> Sequence[Tensor]:
     """Cut tensors that lie one below another into runs of so many rows."""
     if [len(tensor) for tensor in tensors] == list(rows):
         return tensors
-    return _concatenate(tensors).split(list(rows))
+    return concatenate(tensors).split(list(rows))
 
 
 def _group(runs: Iterable[Tensor], groups: int) -> Tensor:
     """Join runs of rows: the first of ``groups`` parts of each run, then the second."""
-    return _concatenate([run.unflatten(0, (groups, -1)) for run in runs], axis=1).flatten(0, 1)
+    return concatenate([run.unflatten(0, (groups, -1)) for run in runs], axis=1).flatten(0, 1)
 
 
 def _ungroup(whole: Tensor, groups: int, rows: Iterable[int]) -> list[Tensor]:

@@ -18,13 +18,14 @@ from engines.models.safetensors_folder import list_tensor_names
 from engines.models.weight import OUTPUT, Head, Part, Weight
 from engines.validation import read_object
 from hardware.attention.rules import Rule
-from hardware.megatron.form import Experts, LayerOptions
+from hardware.megatron.form import LayerOptions
 from hardware.megatron.mixers import Mixer
 
 if TYPE_CHECKING:  # a spec is read before anything takes the time to import torch; of text alone without images
     from torch import Tensor
 
     from engines.models.vision.vision_spec import VisionSpec
+    from hardware.megatron.mixture import Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class ModelSpec(DecoderSizes):
         return widths | ({"shared expert's ffn size": shared} if shared else {})
 
     @property
-    def experts(self) -> Experts | None:
+    def experts(self) -> "Experts | None":
         """Mixture of the layers that have one, alike in all of them; None of a dense model."""
         return next((kind.options.experts for kind in self.kinds if kind.options.experts), None)
 

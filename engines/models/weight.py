@@ -67,3 +67,8 @@ class Weight:
         """Split Megatron's whole tensor into HuggingFace's, by their names."""
         tensors = self.join.split(whole, list(self.tensors.values()))
         return dict(zip(self.tensors, tensors, strict=True))
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether a parameter by Megatron's name is of a low-rank adapter."""
+    return ".adapter." in name

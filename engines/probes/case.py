@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hardware.attention.dense.oracle import compute_visible
 from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import Rule
 
@@ -26,7 +27,7 @@ class ProbeCase:
         """Compute the oracle ``[N, N]`` bool: whether token i may see token j."""
         blocks = np.asarray(self.image_block, dtype=np.int64)
         spec = MaskSpec("thd", self.lengths, self.lengths, rules=(rule,), image_block=blocks, prefixes=self.prefixes)
-        return spec.compute_visible()[0].numpy()
+        return compute_visible(spec)[0].numpy()
 
     def passes(self, slots: int, sequences: int | None) -> list["ProbeCase"]:
         """Split the case by its columns so that ``repeated`` of each part has about ``slots`` tokens.

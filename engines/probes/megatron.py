@@ -6,7 +6,6 @@ multiplied by an exact zero, so it changes no bit.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -18,10 +17,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engines.batch.batch import TrainBatch
-from engines.batch.beginnings import find_beginnings
 from engines.batch.samples import Image
-from engines.batch.schedule import Schedule, number_image_sets, plan_schedule
-from engines.batch.shard import TokenOutputs, require_tokens
+from engines.batch.shard import TokenOutputs
 from engines.interfaces import LossFn
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.extensions.adapters import Adapters
@@ -29,15 +26,13 @@ from engines.megatron.weights import export_weights, load_weights
 from engines.probes.case import Influence, ProbeCase
 from engines.probes.head import scoring_some
 from engines.probes.mixing import LOUD, Mixing, list_layers
-from engines.probes.rounding import rounding_otherwise
+from engines.probes.outputs import changing_settings, compute_outputs, plan_batch
 from engines.probes.states import watching_states
 from hardware.attention.rules import Rule
 from hardware.megatron.experts import sum_load
 
 _PASS_SLOTS = 2**14
 """Tokens that one pass takes at most."""
-_DRAWS = 4
-"""Number of passes of ``measure_rounding`` that round otherwise."""
 _BIAS_STEP = 0.1
 """How far ``step_biases`` moves the bias of an expert: of scores from 0 to 1 so far that tokens choose others."""
 
@@ -78,7 +73,7 @@ def probe_attention(
 
 def _mixing(engine: MegatronEngine, kind: str, rule: Rule, case: ProbeCase) -> Mixing:
     """Lay out a case's tokens and lower a rule to the platform's attention inputs."""
-    with _settings(engine, layout=kind, **_padded(engine)):
+    with changing_settings(engine, layout=kind, **_padded(engine)):
         layout = engine.layout(case.lengths)
     spec = layout.build_mask_spec((rule,), torch.tensor(case.image_block), case.prefixes)
     positions = layout.pack(_axes(engine, torch.from_numpy(case.place()[1])).to(engine.device))
@@ -171,29 +166,12 @@ def _predictions(engine: MegatronEngine, kind: str, case: ProbeCase, ids: Tensor
     as_text = patch.object(engine, "extensions", engine.extensions.leave_out("vision"))
     # Copies begin alike until a token is changed: with what they share, their numbers would change too.
     settings = {"micro_batch_tokens": 10**9, "share": "none"} | _padded(engine)
-    with _settings(engine, **settings), as_text, scoring_some(engine):
+    with changing_settings(engine, **settings), as_text, scoring_some(engine):
         outputs = compute_outputs(engine, kind, batch)
     return None if outputs is None else torch.stack([outputs.logprobs, outputs.entropy], dim=1)
 
 
 # -- numbers to compare
-
-
-def _plan(engine: MegatronEngine, batch: TrainBatch, replicas: int) -> Schedule:
-    """Plan the schedule of a batch over replicas, as the trainer does."""
-    config, most = engine.config, engine.platform.max_pack_sequences
-    whole_images = any(rule.images for rule in engine.model.rules)
-    found = number_image_sets(batch), find_beginnings(batch, config, engine.platform, whole_images)
-    return plan_schedule(batch.lengths, config, engine.model.hidden, replicas, most, *found)
-
-
-def compute_outputs(engine: MegatronEngine, kind: str, batch: TrainBatch) -> TokenOutputs | None:
-    """Compute outputs ``[N]`` in layout ``kind``, for a batch that every replica computes; only the leader has them."""
-    with _settings(engine, layout=kind):
-        schedule = _plan(engine, batch, 1)
-        (shard,) = schedule.shards(batch)
-        outputs = engine.forward(replace(shard, replica=engine.dp_rank), every=True)
-    return None if outputs is None else require_tokens(schedule.restore([outputs]))
 
 
 @torch.no_grad()
@@ -206,25 +184,6 @@ def compute_merged(engine: MegatronEngine, kind: str, batch: TrainBatch) -> Toke
         outputs = compute_outputs(engine, kind, batch)
     restore_weights(engine)
     return outputs
-
-
-def measure_rounding(engine: MegatronEngine, batch: TrainBatch) -> float | None:
-    """Measure how far rounding alone moves the logprobs of a batch that every replica computes; None but on leaders.
-
-    Returns:
-        the mean |difference| in nats of the counting tokens between a plain pass and a pass in which each module rounds
-            otherwise: the largest of ``_DRAWS`` such passes.
-    """
-    layout = engine.config.layout
-    plain = compute_outputs(engine, layout, batch)
-    means = []
-    for seed in range(_DRAWS):
-        with rounding_otherwise(engine.device, engine.config.dtype, seed):
-            moved = compute_outputs(engine, layout, batch)
-        if plain is not None and moved is not None:
-            difference = (moved.logprobs.double() - plain.logprobs.double()).abs()
-            means.append(float(difference[batch.mask].mean()))
-    return float(np.max(means)) if means else None
 
 
 def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[int, Tensor]:
@@ -249,8 +208,8 @@ def hidden_states(engine: MegatronEngine, kind: str, batch: TrainBatch) -> dict[
 
     with watching_states(engine, keep), patch.object(engine, "layout", layout):
         compute_outputs(engine, kind, batch)
-    with _settings(engine, layout=kind):
-        schedule = _plan(engine, batch, 1)
+    with changing_settings(engine, layout=kind):
+        schedule = plan_batch(engine, batch, 1)
     return {number: schedule.restore_order(torch.cat(parts)) for number, parts in states.items()}
 
 
@@ -260,8 +219,8 @@ def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: L
     It returns this rank's part of the squared norm, which the parts of all ranks add up to. ``batch`` is that of all
     replicas, each takes its share.
     """
-    with _settings(engine, layout=kind):
-        schedule = _plan(engine, batch, engine.dp_size)
+    with changing_settings(engine, layout=kind):
+        schedule = plan_batch(engine, batch, engine.dp_size)
         engine.backward(schedule.shards(batch)[engine.dp_rank], loss, denominator)
     _gather_buffers(engine)
     dense = engine.config.dp * engine.config.cp  # ranks that hold the same parameter, by its group of reduction
@@ -273,8 +232,8 @@ def take_gradients(engine: MegatronEngine, kind: str, batch: TrainBatch, loss: L
 def count_routed(engine: MegatronEngine, kind: str, batch: TrainBatch) -> tuple[int, list[int]]:
     """Count the tokens that the last ``take_gradients`` computed, and in each layer of experts of this rank's stage
     those that chose experts."""
-    with _settings(engine, layout=kind):
-        computed = _plan(engine, batch, engine.dp_size).count_computed()
+    with changing_settings(engine, layout=kind):
+        computed = plan_batch(engine, batch, engine.dp_size).count_computed()
     routers = engine.extensions["experts"].routers.layers if "experts" in engine.extensions else []
     return computed, (sum_load(routers).sum(dim=1) // routers[0].mixture.chosen).tolist() if routers else []
 
@@ -356,12 +315,6 @@ def restore_weights(engine: MegatronEngine) -> None:
 def _padded(engine: MegatronEngine) -> dict:
     """Choose settings under which every layout has padding to be seen, and no fixed size that copies would exceed."""
     return {"pad_to_multiple_of": max(engine.config.pad_to_multiple_of, 4), "slots": 0}
-
-
-def _settings(engine: MegatronEngine, **changes):
-    """Give the engine other settings for a while; rows of bshd share nothing, whatever is asked for in thd."""
-    changes |= {"share": "none"} if changes.get("layout") == "bshd" else {}
-    return patch.object(engine, "config", replace(engine.config, **changes))
 
 
 def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from engines.megatron.engine import MegatronEngine
 from engines.megatron.layout import Layout
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.rules import Rule
-from hardware.megatron.mixers import DeltaNet
+from hardware.megatron.states.mixer import DeltaNet
 
 LOUD = 64.0
 """Size of the change to a token, so that one among thousands of tokens shows in bf16 too."""

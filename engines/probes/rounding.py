@@ -4,9 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
+
+from engines.batch.batch import TrainBatch
+from engines.megatron.engine import MegatronEngine
+from engines.probes.outputs import compute_outputs
+
+_DRAWS = 4
+"""Number of passes of ``measure_rounding`` that round otherwise."""
 
 
 @contextmanager
@@ -38,3 +46,22 @@ def rounding_otherwise(device: torch.device, dtype: str, seed: int) -> Iterator[
         yield
     finally:
         hook.remove()
+
+
+def measure_rounding(engine: MegatronEngine, batch: TrainBatch) -> float | None:
+    """Measure how far rounding alone moves the logprobs of a batch that every replica computes; None but on leaders.
+
+    Returns:
+        the mean |difference| in nats of the counting tokens between a plain pass and a pass in which each module rounds
+            otherwise: the largest of ``_DRAWS`` such passes.
+    """
+    layout = engine.config.layout
+    plain = compute_outputs(engine, layout, batch)
+    means = []
+    for seed in range(_DRAWS):
+        with rounding_otherwise(engine.device, engine.config.dtype, seed):
+            moved = compute_outputs(engine, layout, batch)
+        if plain is not None and moved is not None:
+            difference = (moved.logprobs.double() - plain.logprobs.double()).abs()
+            means.append(float(difference[batch.mask].mean()))
+    return float(np.max(means)) if means else None

@@ -19,7 +19,6 @@ from engines.config.rollout import find_weight_way
 from engines.interfaces import Tag
 from engines.models.spec import ModelSpec
 from engines.vllm.completions import VersionCounter, cut_routes, decode_routes, read_completion, read_scores
-from engines.vllm.processes import tie_workers
 from engines.vllm.prompts import make_params, make_prompt
 from engines.vllm.read_back import merge_readings
 from engines.vllm.sleep import Sleep
@@ -130,6 +129,8 @@ class VllmEngine:
         self._versions = VersionCounter(self.llm.llm_engine, self.version)
         self._sleep = Sleep(self.llm, sleeps)
         if config.tp > 1:
+            from engines.vllm.processes import tie_workers  # an engine of one device has no processes
+
             tie_workers(self.llm)
         if config.top_k:
             self.llm.collective_rpc("break_ties")

@@ -33,12 +33,18 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
+def tie_to_engine(_worker: object) -> None:
+    """Make a worker's process end with its engine's, without leaving anything behind; called in that process."""
+    end_with_parent()
+    unlink_shared_memory()
+
+
 def tie_workers(llm: "LLM") -> None:
     """Have the processes of an engine's devices end with this one, and this one with any of them.
 
     An engine that lost a device is lost, and is found to be so as any process that ended.
     """
-    llm.collective_rpc("tie_to_engine")
+    llm.collective_rpc("run_function", args=(f"{__name__}:{tie_to_engine.__name__}",))
     unlink_shared_memory()
     executor = cast(Any, llm.llm_engine.engine_core).engine_core.model_executor
     executor.register_failure_callback(partial(os._exit, 1))

@@ -1,17 +1,12 @@
-"""Make prompts and sampling parameters for vLLM.
-
-Images and videos are decoded, with one token for each in the prompt.
-"""
+"""Make prompts and sampling parameters for vLLM."""
 
 from typing import Any
 
-import numpy as np
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from engines.batch.samples import Request, Sampling
 from engines.config import VllmConfig
-from engines.images.video import Video
 from engines.models.spec import ModelSpec
 
 
@@ -23,32 +18,9 @@ def make_prompt(request: Request, model: ModelSpec) -> TokensPrompt:
     """
     if not request.images:
         return TokensPrompt(prompt_token_ids=list(request.token_ids))
-    from engines.images.decoding import decode
-    from engines.images.placeholders import collapse_images
+    from engines.images import prompts  # text needs no module of images
 
-    ids = collapse_images(request.token_ids, request.images, model)
-    decoded: dict[str, list] = {}
-    digests: dict[str, list] = {}
-    for image in request.images:
-        kind, pixels = ("video", _decode_video(image)) if isinstance(image, Video) else ("image", decode(image))
-        decoded.setdefault(kind, []).append(pixels)
-        digests.setdefault(kind, []).append(image.digest)
-    return TokensPrompt(prompt_token_ids=ids, multi_modal_data=decoded, multi_modal_uuids=digests)
-
-
-def _decode_video(video: Video) -> tuple[np.ndarray, dict[str, Any]]:
-    """Decode a video as vLLM takes it: its frames, and which of the whole video's they are."""
-    from engines.images.frames import decode_video
-
-    metadata = {
-        "fps": video.fps,
-        "duration": video.total / video.fps,
-        "total_num_frames": video.total,
-        "frames_indices": list(video.frames),
-        "video_backend": "pillow",
-        "do_sample_frames": False,
-    }
-    return decode_video(video), metadata
+    return TokensPrompt(**prompts.make_prompt(request, model))
 
 
 def make_params(sampling: Sampling, count: int, model: ModelSpec, config: VllmConfig) -> SamplingParams:

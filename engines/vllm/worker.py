@@ -15,7 +15,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from engines.vllm.processes import end_with_parent, unlink_shared_memory
 from engines.vllm.read_back import ReadBack, Reading
 from engines.weight_digest import DigestPlan, checksum
 from engines.weight_sync import SharedBucket
@@ -33,11 +32,6 @@ class WeightSyncExtension:
     finish_weight_update: Callable[[], None]
     _arrived: dict[str, int]
     kept_states: tuple[dict, list]  # of engines.probes.vllm
-
-    def tie_to_engine(self) -> None:
-        """Make this worker's process end with the engine's, without leaving anything behind."""
-        end_with_parent()
-        unlink_shared_memory()
 
     def begin_sync(self) -> None:
         """Prepare the model to load new weights layer by layer, and drop the weights of an unfinished update."""

@@ -292,19 +292,3 @@ def _carry_states(levels: Iterable[tuple[tuple[Tensor, ...], Tensor | None]]) ->
 def _take(x: Tensor, rows: int) -> Tensor:
     """Take the first rows; all of them as they are, since the backward of a slice fills a tensor."""
     return x if rows == len(x) else x[:rows]
-
-
-def step_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Apply the rule to one sequence token by token, as it is written: the oracle of ``delta_rule``.
-
-    It computes in the type of its arguments, which have ``[tokens]`` in the place of ``[chunks, C]``.
-    """
-    query, key = (_normalise(x)[:, :, None, :, None] for x in (query, key))  # [tokens, G, 1, dk, 1]
-    query = query * query.shape[-2] ** -0.5
-    state, outs = value.new_zeros(*value.shape[1:3], key.shape[-2], value.shape[-1]), []
-    for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
-        state = state * g.exp()[..., None, None]
-        change = (v - (state * k).sum(-2)) * b[..., None]
-        state = state + k * change[..., None, :]
-        outs.append((state * q).sum(-2))
-    return torch.stack(outs)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.attention.dense_mask import build_dense_mask
+from hardware.attention.dense.mask import build_dense_mask
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, list_zigzag_positions, locate_gathered_keys
 from hardware.attention.rules import Rule

@@ -33,7 +33,7 @@ class Unpacked(UnquantizedLinearMethod):
 
 
 class StateRuleLayer(QwenGatedDeltaNetAttention):
-    """vLLM's layer, which mixes the tokens of a pass as ``hardware.megatron.delta_net.GatedDeltaNet`` does."""
+    """vLLM's layer, which mixes the tokens of a pass as ``hardware.megatron.states.delta_net.GatedDeltaNet`` does."""
 
     conv1d: Any
 

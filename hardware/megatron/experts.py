@@ -21,8 +21,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]  as documented
 
-from hardware.megatron.form import NO_ROUTE, Experts
+from hardware.megatron.form import NO_ROUTE
 from hardware.megatron.marks import mark_experts, mark_sequence_parallel
+from hardware.megatron.mixture import Experts
 from hardware.megatron.router_losses import AddedLoss, sum_balance_loss, sum_z_loss
 
 _LEAST_SUM = 1e-20

@@ -1,41 +1,17 @@
 """Options of a decoder's layers beyond sizes and biases, as data that is read and checked without torch."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from hardware.megatron.mixers import ATTENTION, Mixer
 
+if TYPE_CHECKING:  # models without experts load nothing of them
+    from hardware.megatron.mixture import Experts
+
 NO_ROUTE = -1
 """Stands for no expert where a token's experts are given: a layer without experts, or a token that was not routed."""
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in the place of a layer's MLP.
-
-    Attributes:
-        count: experts of the layer. chosen: experts of each token. ffn: width of an expert.
-        is_normed: the weights of a token's chosen experts are scaled to add up to 1.
-        shared: width of an expert that every token goes through; 0 without one.
-        gates_shared: the shared expert's output is scaled by a gate.
-        score: function that makes an expert's weights of the router's logits.
-        scale: factor of the weights of chosen experts.
-        groups, open_groups: experts are in so many groups of equal size, and a token chooses among the experts of so
-            many groups, those whose two best experts score highest together.
-        has_bias: a bias of each expert, which no gradient moves, is added to its score for the choice alone.
-    """
-
-    count: int
-    chosen: int
-    ffn: int
-    is_normed: bool
-    shared: int = 0
-    gates_shared: bool = True
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    scale: float = 1.0
-    groups: int = 1
-    open_groups: int = 1
-    has_bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hardware.attention.capabilities import find_backend
-from hardware.attention.dense_mask import build_dense_mask
+from hardware.attention.dense.mask import build_dense_mask
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, expand_counts, list_zigzag_positions, locate_gathered_keys
 from hardware.attention.rules import CAUSAL, Rule, count_tokens_before

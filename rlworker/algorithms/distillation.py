@@ -66,14 +66,12 @@ def add_reference(
 
 
 def check_teachers(rows: Sequence[Row], run: RunConfig, roles: Mapping[str, object]) -> None:
-    """Raise ValueError where a run distills and the teachers are of other sources than the rows.
+    """Raise ValueError where the teachers of a run are of other sources than the rows.
 
     Args:
         rows: rows to learn from. roles: the run's models by their role.
     """
     config = run.distill
-    if not run.algorithm.distills:
-        return
     sources = {str(row.source.get(SOURCE)) for row in rows}
     if missing := sorted(source for source in sources if config.name_role(source) not in roles):
         raise ValueError(

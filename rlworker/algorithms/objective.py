@@ -13,7 +13,6 @@ from engines.interfaces import LossFn
 from engines.validation import option
 from rlworker.algorithms import advantages, losses
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, add_overlong_penalty, limit_episodes
-from rlworker.algorithms.distillation import reverse_kl
 from rlworker.algorithms.losses import Aggregation, Correction, KlEstimate, policy_loss, value_loss
 from rlworker.algorithms.passing import PassedFunction
 from rlworker.config.algorithm import Algorithm, AlgorithmConfig, Importance, split_importance
@@ -78,7 +77,7 @@ def make_objective(
     """
     chosen = configure_advantage(config, advantage)
     check_group_size(chosen, config.samples_per_prompt)
-    named = reverse_kl if config.distill.top_k else policy_loss
+    named = import_distillation().reverse_kl if config.distill.top_k else policy_loss
     minimised = configure_loss(config.algorithm, config.importance, loss or named)
     check_centering(minimised, config.algorithm)
     limits = dict(sample_tokens=config.rollout.max_new_tokens, sequence_tokens=config.longest)
@@ -96,6 +95,13 @@ def make_objective(
         config.trains_critic,
         find_teaching,
     )
+
+
+def import_distillation():
+    """Import what only a run with a reference or teachers needs."""
+    from rlworker.algorithms import distillation
+
+    return distillation
 
 
 def find_teaching_groups(

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
 from rlworker.cluster.process_state import explain, get_last_line
-from rlworker.cluster.transport import BUCKET_BYTES
+from rlworker.cluster.weights.sender import BUCKET_BYTES
 from rlworker.errors import RunError
 from rlworker.tracking.terminal import LOGGER
 

@@ -25,7 +25,8 @@ from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from rlworker.cluster.placement import DeviceSlot, find_interfaces
 from rlworker.cluster.ray import pausing_collection
-from rlworker.cluster.transport import Receiver, WeightReceiver, WeightSender
+from rlworker.cluster.weights.receiver import Receiver, WeightReceiver
+from rlworker.cluster.weights.sender import WeightSender
 from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from engines.weight_digest import DigestPlan
     from hardware.platform import Platform
     from rlworker.cluster.traces import Tracer
+
+_ADAPTERS = "engines.megatron.extensions.adapters"
+"""Module that only an actor with adapters needs."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class TrainWorker(_Worker):
                 uses: dict[str, Any] = dict(temperature=role.temperature, trainable=role.trainable)
                 uses |= {"cpu_offload": role.cpu_offload, "base": self.engines["actor"] if role.shares_base else None}
                 if role.is_view:
-                    engine: Any = _import_adapters().BaseView(self.engines["actor"])
+                    engine: Any = _call_named(self.engines["actor"], f"{_ADAPTERS}:BaseView")
                 else:
                     engine = engines.MegatronEngine(*where, **uses)
                 self.engines[role.name] = engine
@@ -203,7 +207,8 @@ class TrainWorker(_Worker):
 
     def save_adapters(self, role: str, folder: str) -> dict[str, FileDigest]:
         """Write the adapters as PEFT does; returns file name -> digest on the rank that wrote the files."""
-        return digest_files(folder, _import_adapters().save_adapters(self._use(role), folder))
+        names = _call_named(self._use(role), f"{_ADAPTERS}:save_adapters", folder)
+        return digest_files(folder, names)
 
     def digest_files(self, folder: str, names: list[str]) -> dict[str, FileDigest]:
         return digest_files(folder, names)
@@ -334,13 +339,6 @@ def _import_megatron():
     from engines.megatron import engine, groups
 
     return engine, groups
-
-
-def _import_adapters():
-    """Import what only an actor with adapters needs."""
-    from engines.megatron.extensions import adapters
-
-    return adapters
 
 
 def _import_vllm():

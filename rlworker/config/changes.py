@@ -1,19 +1,17 @@
-"""Settings as dotted keys, and the check of settings that change when a run is resumed."""
+"""Check the settings that change when a run is resumed."""
 
 import json
 import re
 from collections.abc import Set
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlworker.config.command_line import flatten, flatten_config
 from rlworker.config.run import TrainingConfig
 
 Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> value that the run has stored, and value with which it is to be resumed."""
 
-_MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets", "sources", "buckets", "teachers")
-"""Settings whose value is a mapping."""
 _OF_EACH_START = {"resume", "run_dir", "evaluate"}
 _MAY_CHANGE = {"steps", "eval_every", "samples_every", "trackers", "profile_steps", "capsule_steps"}
 _MAY_CHANGE |= {"prompts_per_step", "samples_per_prompt", "rows_per_step"}
@@ -29,20 +27,6 @@ _BELONG_TO_RUN |= {"critic.train", "critic.model", "critic.warmup_steps"}
 """Settings of these sections that decide the models of a run, their computation, and whether they learn."""
 _SERVED = re.compile(r"models\.\w+\.(model|kind|label|template)")
 """Settings of a served model that decide its verdicts."""
-
-
-def flatten_config(config: Any) -> dict[str, Any]:
-    """Return a config as dotted key -> value: ``{"steps": 100, "actor.tp": 1, "actor.optimizer.lr": 1e-6, ...}``."""
-    return flatten(asdict(config))
-
-
-def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as dotted key -> value; a setting whose value is a mapping counts as one value."""
-    flat = {}
-    for key, value in settings.items():
-        nested = isinstance(value, dict) and key not in _MAPPINGS
-        flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return flat
 
 
 def read_changes(folder: Path, config: TrainingConfig, movable: Set[str] = frozenset()) -> Changes:

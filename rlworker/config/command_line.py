@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -15,7 +15,6 @@ from engines.config import ServedModelConfig
 from engines.validation import option
 from hardware.platforms import PLATFORMS
 from rlworker.config.algorithm import Algorithm
-from rlworker.config.changes import flatten_config
 from rlworker.config.run import RunConfig, TrainingConfig
 from rlworker.errors import show_settings_errors
 
@@ -23,6 +22,8 @@ show_settings_errors()  # a recipe makes its default settings next
 
 Config = TypeVar("Config")
 
+_MAPPINGS = ("megatron", "vllm", "chat_template_args", "heldout_sets", "sources", "buckets", "teachers")
+"""Settings whose value is a mapping."""
 _SETTING = re.compile(r"(?:--|\+{1,2})?([a-z][\w.-]*)(=.*)?", re.S)
 """A word of a command line that may set something: ``--name``, ``--name=value``, or verl's ``name=value``."""
 
@@ -187,3 +188,17 @@ def _fit_default(default: TrainingConfig, args: Sequence[str]) -> TrainingConfig
     name = named.platform
     is_another = name in PLATFORMS and name != default.platform  # a wrong name is reported when all options are read
     return default.move_to_platform(name) if is_another else default
+
+
+def flatten_config(config: Any) -> dict[str, Any]:
+    """Return a config as dotted key -> value: ``{"steps": 100, "actor.tp": 1, "actor.optimizer.lr": 1e-6, ...}``."""
+    return flatten(asdict(config))
+
+
+def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as dotted key -> value; a setting whose value is a mapping counts as one value."""
+    flat = {}
+    for key, value in settings.items():
+        nested = isinstance(value, dict) and key not in _MAPPINGS
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat

@@ -9,23 +9,22 @@ from engines.batch.samples import Image
 from engines.images.video import Video
 from engines.models.vision.vision_spec import VisionSpec
 from rlworker.config.sections import DataConfig
-from rlworker.data.encoding import encode_after
-from rlworker.data.formats import COMPLETION, check_type, find_format
-from rlworker.data.images import ImageReader
-from rlworker.data.messages import (
+from rlworker.data.chat.messages import (
     MARKER,
     TOOLS,
     VIDEO_MARKER,
     add_system,
     drop_blank_keys,
     flatten_content,
-    is_begun,
     read_tools,
-    render_messages,
 )
+from rlworker.data.chat.templates import is_begun, render_messages
+from rlworker.data.chat.turns import join_messages, write_turn
+from rlworker.data.encoding import encode_after
+from rlworker.data.formats import COMPLETION, check_type, find_format
+from rlworker.data.images import ImageReader
 from rlworker.data.rows import check_chat, check_rows
 from rlworker.data.sources import iterate_rows
-from rlworker.data.turns import join_messages, write_turn
 
 FIELD = "messages"
 """Field of a row with the messages of a conversation."""

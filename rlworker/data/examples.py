@@ -14,13 +14,13 @@ from engines.models.vision.vision_spec import VisionSpec
 from rlworker.config.sections import DataConfig
 from rlworker.config.sft import SftConfig
 from rlworker.data.bad_images import BadImage, BadRows
+from rlworker.data.chat.messages import MARKER, VIDEO_MARKER
+from rlworker.data.chat.turns import write_turn
 from rlworker.data.conversations import ConversationEncoder, has_conversations, iterate_conversations
 from rlworker.data.encoding import encode_after, encode_prompts
 from rlworker.data.images import ImageReader
-from rlworker.data.messages import MARKER, VIDEO_MARKER
 from rlworker.data.rows import Row, check_vocabulary, list_stop_tokens, read_images, read_rows
 from rlworker.data.sources import find_base_folder
-from rlworker.data.turns import write_turn
 
 
 @dataclass(frozen=True)

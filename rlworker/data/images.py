@@ -19,7 +19,7 @@ from engines.models.vision.vision_spec import VisionSpec
 from engines.validation import fits, spell
 from rlworker.config.sections import DataConfig
 from rlworker.data.bad_images import naming_bad_images
-from rlworker.data.messages import MARKER, VIDEO_MARKER
+from rlworker.data.chat.messages import MARKER, VIDEO_MARKER
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Endings of the names of image files."""

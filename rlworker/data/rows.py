@@ -14,9 +14,7 @@ from engines.batch.samples import Image
 from engines.validation import fits
 from rlworker.config.sections import DataConfig
 from rlworker.data.bad_images import BadImage, BadRows
-from rlworker.data.encoding import encode_prompts
-from rlworker.data.formats import iterate_formatted
-from rlworker.data.messages import (
+from rlworker.data.chat.messages import (
     TOOLS,
     add_system,
     check_messages,
@@ -25,11 +23,11 @@ from rlworker.data.messages import (
     has_images,
     list_parts,
     read_tools,
-    render_messages,
     set_template_arguments,
 )
+from rlworker.data.encoding import encode_prompts
+from rlworker.data.formats import iterate_formatted
 from rlworker.data.sources import find_base_folder
-from rlworker.data.turns import find_turn_end
 
 if TYPE_CHECKING:  # rows of text load nothing of images
     from rlworker.data.images import ImageReader
@@ -127,7 +125,8 @@ def list_stop_tokens(folder: str, tokenizer: Any, vocab: int) -> tuple[int, ...]
     ids = [tokenizer.eos_token_id, *read_ends(folder, vocab)]
     if ids[0] >= vocab:
         raise ValueError(f"model: the tokenizer's eos token is {ids[0]}, the model has {vocab} tokens")
-    if end := find_turn_end(tokenizer):
+    end = import_templates().find_turn_end(tokenizer) if tokenizer.chat_template else ""
+    if end:
         ids.append(tokenizer.convert_tokens_to_ids(end))
     return tuple(number for number in dict.fromkeys(ids) if number < vocab)
 
@@ -375,6 +374,13 @@ def _read_shown_tools(source: dict, where: str, data: DataConfig) -> tuple[dict[
     return read_tools(source.get(TOOLS), f'{where}: field "{TOOLS}"')
 
 
+def import_templates():
+    """Import what only a tokenizer with a chat template needs."""
+    from rlworker.data.chat import templates
+
+    return templates
+
+
 def _apply_template(
     messages: Sequence[dict], tokenizer, where: str, data: DataConfig, tools: Sequence[dict[str, Any]]
 ) -> str:
@@ -385,7 +391,7 @@ def _apply_template(
             has, remedy = f"would become a message by data.{key}", f'set --data.{key} ""'
         raise ValueError(f"{place} {has}, but the tokenizer has no chat template; {remedy}")
     try:
-        return render_messages(messages, tokenizer, tools)
+        return import_templates().render_messages(messages, tokenizer, tools)
     except Exception as error:  # a template raises one kind for roles and orders, and others on the messages' values
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from None
 

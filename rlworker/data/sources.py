@@ -8,7 +8,7 @@ from glob import glob, has_magic
 from itertools import takewhile
 from pathlib import Path
 
-from rlworker.data.messages import CHAT_FIELDS
+from rlworker.data.chat.messages import CHAT_FIELDS
 
 _SAVED = ("dataset_dict.json", "state.json")
 """Files in a folder that ``datasets`` wrote by ``save_to_disk``."""

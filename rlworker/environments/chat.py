@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from rlworker.data.chat.messages import check_messages
+from rlworker.data.chat.templates import is_begun, reads_field, render_messages
+from rlworker.data.chat.turns import join_messages
 from rlworker.data.encoding import decode_after
-from rlworker.data.messages import check_messages, is_begun, reads_field, render_messages
-from rlworker.data.turns import join_messages
 from rlworker.environments.record import ToolCall, name_call
 
 ChatPart = str | tuple[int, ...]

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlworker.data.messages import flatten_content, is_begun
+from rlworker.data.chat.messages import flatten_content
+from rlworker.data.chat.templates import is_begun
 from rlworker.data.rows import Row
 from rlworker.environments.episode import Episode, read_number
 from rlworker.environments.policy import Policy

@@ -27,7 +27,7 @@ from rlworker.environments.processes.pool import POLL_S, ProcessPool
 from rlworker.environments.record import LostWorker, Reply
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.episode_state import EpisodeState, EpisodeStates, NoteFn, make_states
-from rlworker.rollouts.scoring.questions import QuestionQueue
+from rlworker.rollouts.questions import Questions
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ class RolloutLoop:
         queue: RequestQueue | TurnQueue,
         codec: Codec,
         default: float = 0.0,
-        questions: QuestionQueue | None = None,
+        questions: Questions | None = None,
     ):
         self._pool, self._rollouts, self._queue, self._codec, self._default = pool, rollouts, queue, codec, default
-        self.questions = questions or QuestionQueue({}, queue.runs_ahead)
+        self.questions = questions or Questions()
         self._samples_first = getattr(environment, "samples_first", False)
         self._scores_groups = getattr(environment, "scores_groups", False)
         self._note_lost: NoteFn | None = None

@@ -18,12 +18,14 @@ from rlworker.environments.processes.pool import ProcessPool
 from rlworker.environments.reward import Environment
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.manager import STREAM
-from rlworker.rollouts.scoring.questions import LendFn, QuestionQueue
+from rlworker.rollouts.questions import Questions
+from rlworker.rollouts.scoring import make_questions
 from rlworker.rollouts.turn_queue import TurnQueue
 from rlworker.tracking.terminal import log_start
 
 if TYPE_CHECKING:
     from rlworker.rollouts.curriculum import Curriculum
+    from rlworker.rollouts.scoring.questions import LendFn
 
 
 def read_sources(config: RunConfig, read: Callable[[str], Rows]) -> tuple[Rows, Curriculum | None]:
@@ -73,7 +75,7 @@ def running_loop(
     Args:
         served, lend: groups of served models by name, and their turns on shared devices, as ``QuestionQueue``.
     """
-    questions = QuestionQueue(served, config.rollout.staleness > 0, lend)
+    questions = make_questions(served, config.rollout.staleness > 0, lend) if served else Questions()
     if config.rollout.staleness:
         from rlworker.rollouts.requests import RequestQueue
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from engines.models.adapters import CONFIG, WEIGHTS
+from engines.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engines.models.folders.hf_folder import list_model_files
 from engines.models.hub import PREFIX, find_model, name_snapshot
 from engines.models.spec import ModelSpec
@@ -97,7 +97,8 @@ class Inputs:
         found |= _digest_models(every, recorded) | _digest_images(rows)
         files = {f"{name}.template": each.config.template for name, each in named.items() if each.config.template}
         found |= {name: {"": digest_file(Path(file)).digest} for name, file in files.items()}
-        found |= {_ADAPTERS: _spell_digests(digest_files(adapters, (CONFIG, WEIGHTS)))} if adapters else {}
+        if adapters:
+            found[_ADAPTERS] = _spell_digests(digest_files(adapters, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)))
         if changes := list(_list_changes(recorded, found)):
             raise ValueError(
                 f"run_dir: {str(self._folder)!r} cannot be resumed with another model or other data: "

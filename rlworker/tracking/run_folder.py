@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from rlworker.config.changes import Changes, read_changes
 from rlworker.config.run import TrainingConfig
 from rlworker.errors import RunError
 from rlworker.tracking.digests import (
@@ -121,8 +120,10 @@ class RunFolder:
         if (newest := self.find_newest()) and (damage := find_damage(newest, None)):
             raise ValueError(self._explain_damage(newest, damage))
 
-    def _list_changes(self, config: TrainingConfig) -> Changes:
+    def _list_changes(self, config: TrainingConfig) -> "Changes":
         """List the settings that differ from the run's; raises ValueError where they would make it another run."""
+        from rlworker.config.changes import read_changes  # a new run has none
+
         return read_changes(self.path, config, self.inputs.list_movable())
 
     def claim(self, config: TrainingConfig) -> None:

@@ -72,7 +72,7 @@ class Canary:
             return None
         columns = make_columns(texts, [()] * len(texts), self.model.vision)
         batch = TrainBatch.from_ids(texts, [1] * len(texts), **columns)
-        ranks = self.actor.run("engines.probes.megatron:measure_rounding", batch)
+        ranks = self.actor.run("engines.probes.rounding:measure_rounding", batch)
         return next(mean for mean in ranks if mean is not None)
 
     def _cut_floor_texts(self) -> list[Row]:

@@ -14,9 +14,8 @@ from engines.batch.batch import TrainBatch
 from engines.batch.shard import Outputs, get_logprobs, get_values, require_tokens
 from engines.interfaces import LossFn
 from rlworker.algorithms.advantages import AdvantageFn
-from rlworker.algorithms.distillation import add_reference, check_teachers
 from rlworker.algorithms.losses import Aggregation, token_mean
-from rlworker.algorithms.objective import make_objective
+from rlworker.algorithms.objective import import_distillation, make_objective
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
@@ -95,7 +94,8 @@ class Trainer(Run[RunConfig]):
         held_out = [row for rows in self.heldout.values() for row in rows]
         every, sources = [*self.rows, *held_out], config.curriculum.weigh_sources(config.data.train)
         self.folder.inputs.hold(config.data, self.models, every, sources, config.actor.lora.start, self.served)
-        check_teachers(self.rows, config, self.models)
+        if config.algorithm.distills:
+            import_distillation().check_teachers(self.rows, config, self.models)
         check_vocabulary([row.prompt for row in every], [row.prompt_ids for row in every], actor.vocab)
         self.skipped = {"skipped_train": train.skipped, "skipped_heldout": sum(each.skipped for each in heldout)}
         log_start(f"rows are read: {len(self.rows)} to train on, {len(held_out)} held out")
@@ -240,7 +240,9 @@ class Trainer(Run[RunConfig]):
         if self.config.algorithm.optimizer_steps > 1 or self._critic_warms_up:
             old = require_tokens(self.actor.forward(batch))
             batch = replace(batch, old_logprobs=old.logprobs, old_top_logprobs=old.top_logprobs)
-        return add_reference(batch, rows, self.config.distill, self.references) if self.references else batch
+        if not self.references:
+            return batch
+        return import_distillation().add_reference(batch, rows, self.config.distill, self.references)
 
     @property
     def _critic_warms_up(self) -> bool:

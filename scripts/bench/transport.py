@@ -34,7 +34,8 @@ from rlworker.checks.tiny.models import make_tiny_text
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
-from rlworker.cluster.transport import BUCKET_BYTES, find_receivers
+from rlworker.cluster.weights.receiver import find_receivers
+from rlworker.cluster.weights.sender import BUCKET_BYTES
 from rlworker.cluster.workers import Role, RolloutWorker, TrainWorker
 
 PARSER = make_parser(__doc__)

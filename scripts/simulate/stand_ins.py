@@ -12,8 +12,8 @@ import ray
 from engines.batch.samples import Completion, Request
 from engines.weight_sync import WeightBucket
 from hardware.platform import HOST
-from rlworker.cluster.transport import send_buckets
 from rlworker.cluster.watch import LIVENESS
+from rlworker.cluster.weights.sender import send_buckets
 from rlworker.cluster.worker_pool import POLL
 from rlworker.cluster.workers import RolloutWorker, TrainWorker
 

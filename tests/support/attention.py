@@ -1,13 +1,17 @@
-"""Inputs of an attention function, and what a call that breaks a kernel's requirement raises."""
+"""Inputs of an attention function, what a call that breaks a kernel's requirement raises, and the gated delta rule."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 from hardware.attention.contract import RefusedError, Requirement, SilentError
 from rlworker.checks.device.dense_attention import DIM, HEADS, KV_HEADS
+
+EPSILON = 1e-6
+"""Added to the squared norm of a query or key, as in transformers and FLA."""
 
 
 def draw_qkv(b, s, seed=0):
@@ -35,3 +39,20 @@ def check_refusals(
         with refused_for(named[name]):
             call(**wrong)
         assert call(**right).isfinite().all(), name
+
+
+def step_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Apply the rule to one sequence token by token, as it is written: the oracle of ``hardware.attention.delta_rule``.
+
+    It computes in the type of its arguments, which have ``[tokens]`` in the place of ``[chunks, C]``.
+    """
+    query, key = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (query, key))
+    query, key = (x[:, :, None, :, None] for x in (query, key))  # [tokens, G, 1, dk, 1]
+    query = query * query.shape[-2] ** -0.5
+    state, outs = value.new_zeros(*value.shape[1:3], key.shape[-2], value.shape[-1]), []
+    for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
+        state = state * g.exp()[..., None, None]
+        change = (v - (state * k).sum(-2)) * b[..., None]
+        state = state + k * change[..., None, :]
+        outs.append((state * q).sum(-2))
+    return torch.stack(outs)

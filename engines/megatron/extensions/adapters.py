@@ -15,7 +15,8 @@ from engines.interfaces import OffloadPart
 from engines.megatron.extensions.extension import Extension, Stage
 from engines.megatron.weights import cut_share, export_tensors, name_parameters, number_layers
 from engines.models.adapters import ExpertAdapter, draw_start, name_in_peft
-from engines.models.folders.adapter_folder import WEIGHTS, save_adapter_folder
+from engines.models.folders import ADAPTER_WEIGHTS
+from engines.models.folders.adapter_folder import save_adapter_folder
 from engines.models.safetensors_folder import SafetensorsFolder
 from engines.weight_digest import DigestPlan
 from hardware.megatron.adapters import GroupedAdapter, LinearAdapter, keep_less
@@ -71,7 +72,7 @@ class Adapters(Extension):
         drawn = {name: shape for adapter in stated for name, shape in adapter.a.tensors.items()}
         start = config.lora.start
         self.fill(
-            load_file(Path(start, WEIGHTS))
+            load_file(Path(start, ADAPTER_WEIGHTS))
             if start
             else {name: draw_start(name, shape) for name, shape in drawn.items()}
         )

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
-from hardware.megatron.form import Experts, LayerOptions
+from hardware.megatron.form import LayerOptions
 from hardware.megatron.kernel_memory import KernelMemory
-from hardware.megatron.mixers import MixedTokens, MixerBytes
+from hardware.megatron.mixers import FP32, MixedTokens, MixerBytes, RoutedTokens
 
-FP32 = 4
 _GATE = 5
 """Tensors of the MLP's width that are held beside its kept ones in the backward pass of its gate, where layers have
 adapters: the gradients of its output, of both factors and of the activation, and the activation; 3 of a fused one."""
@@ -89,7 +88,9 @@ def _count_layer(
     halves = 3 if kernels.fuses_swiglu and model.activation == "silu" else 5
     mlp = halves * ffn
     if options.experts:
-        mlp = _count_mixture(options.experts, model.hidden, halves, config, micro.routed) * slots
+        has_z_loss = bool(config.megatron.get("moe_z_loss_coeff"))
+        routed = describe_routed(model, config, micro)
+        mlp = options.experts.count_kept(routed, halves=halves, has_z_loss=has_z_loss) * slots
     if config.lora.rank:  # adapters make outputs of norms and activations again, and keep rank numbers of a token
         targets = sum(len(adapter.targets) for adapter in config.lora.list_adapters(model)) / model.layers
         norm = model.hidden * norm_input + (hidden if by_hand and size < FP32 else 0)  # the source in its own type
@@ -103,44 +104,10 @@ def _count_layer(
     )
 
 
-def _count_mixture(experts: Experts, hidden: int, halves: int, config: MegatronConfig, routed: float) -> float:
-    """Count the bytes that a layer of experts keeps for each slot, ``halves`` tensors of its shared expert's width."""
-    size, shared = get_itemsize(config.dtype), experts.shared
-    kept = count_experts(experts, hidden, size, config, routed)
-    if config.megatron.get("moe_z_loss_coeff"):  # logits, and the logarithm of their sum
-        kept += (experts.count + 1) * FP32
-    # With the input, of which the router has a copy, and the gate and the output that it scales.
-    gate = hidden + 1 if experts.gates_shared else 0
-    return kept + ((halves * shared + hidden + gate) * size if shared else 0)
-
-
-_INDEX = 8
-"""Bytes of a number of a token or an expert."""
-
-
-def count_experts(experts: Experts, hidden: int, size: int, config: MegatronConfig, routed: float = 1.0) -> float:
-    """Count the bytes that a mixture keeps for the backward pass, for each slot as if it held a token.
-
-    For each token: its hidden state in fp32 and its place; scores, and the chosen ones before and after they are
-    scaled. For each of its experts: a row of the input; gate, up, activation, their product and that times the row's
-    weight; the weight, its expert and two places. Of an expert in several parts each rank has a row. ``routed`` is as
-    in ``MicroBatch``.
-    """
-    row = (config.etp * hidden + 5 * experts.ffn) * size + FP32 + 3 * _INDEX
-    token = hidden * FP32 + (experts.count + 2 * experts.chosen) * FP32 + _INDEX
-    return experts.chosen * routed * row + token
-
-
-def count_dispatched(experts: Experts, hidden: int, config: MegatronConfig, routed: float = 1.0) -> float:
-    """Count the bytes for each slot of the rows that are on their way from experts, beside what a mixture keeps.
-
-    A row is the hidden state of a token and one of its experts. Without an exchange there are the experts' outputs, and
-    the same in order of tokens. With one there are the rows that were sent, those that arrived, the experts' outputs,
-    the same in order of ranks, and those that came back; of an expert in several parts all but the first once for each.
-    Beside them each token has a hidden state in fp32, or two in 16 bits: its copy before and its sum after.
-    """
-    rows = 1 + (1 + 3 * routed) * config.etp if config.ep * config.etp > 1 else 2
-    return (rows * experts.chosen * get_itemsize(config.dtype) + FP32) * hidden
+def describe_routed(model: ModelSpec, config: MegatronConfig, micro: MicroBatch) -> RoutedTokens:
+    """Say of which sizes the tokens are that a layer of experts routes."""
+    size = get_itemsize(config.dtype)
+    return RoutedTokens(hidden=model.hidden, size=size, ep=config.ep, etp=config.etp, share=micro.routed)
 
 
 @dataclass(frozen=True)
@@ -213,7 +180,7 @@ def estimate_activations(
     size, tp, slots = get_itemsize(config.dtype), config.tp, micro.slots / config.cp
     head, is_last, dispatched = 0.0, stage == config.pp - 1, 0.0
     if model.experts and any(options.experts for options in list_stage_options(model, config, stage)):
-        dispatched = count_dispatched(model.experts, model.hidden, config, micro.routed) * slots / tp
+        dispatched = model.experts.count_dispatched(describe_routed(model, config, micro)) * slots / tp
     if is_last and model.head == "language":
         every = slots * model.vocab / tp
         logits = min(every, kernels.head_logits)
@@ -225,7 +192,11 @@ def estimate_activations(
             head = max(head, gradients * logits + (FP32 + size) * model.vocab * model.hidden / tp)
     tower = 0.0
     if model.vision and stage == 0:
-        tower = _estimate_tower(model, config, slots, trainable) * (config.pp if trainable else 1)
+        adapted = any(adapter.weight.part == "vision" for adapter in config.lora.list_adapters(model))
+        learns = trainable and "vision" not in config.freeze and (adapted or not config.lora.rank)
+        recompute = config.recompute if learns else ""
+        tower = model.vision.estimate_activations(slots, size=size, tp=tp, cp=config.cp, recompute=recompute)
+        tower *= config.pp if trainable else 1
     if not trainable:
         options = set(list_stage_options(model, config, stage))
         largest = max(_count_layer(model, each, config, micro, kernels).whole for each in options)
@@ -238,29 +209,3 @@ def estimate_activations(
     if config.lora.rank and not all(options.experts for options in list_stage_options(model, config, stage)):
         gate = (3 if kernels.fuses_swiglu and model.activation == "silu" else _GATE) * model.ffn * size * slots / tp
     return int(kept.layers + sent + tower + max(kept.again + max(kernel, dispatched, gate), kept.loss + head))
-
-
-_MLP_TENSORS = {"silu": 4, "gelu": 2, "gelu_pytorch_tanh": 2, "quick_gelu": 3}
-"""Activation of a tower -> tensors that its MLP keeps: its input and output, the sigmoid of quick-gelu, a separate
-operator in torch, and for a gated MLP the gated half and the product."""
-
-
-def _estimate_tower(model: ModelSpec, config: MegatronConfig, tokens: float, trainable: bool) -> float:
-    """Estimate the bytes that a vision tower keeps for a number of image tokens of each context-parallel rank.
-
-    Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and after
-    rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32. Features are
-    held for all of a replica's tokens by each rank: as they are made, gathered, and as they are merged.
-    """
-    vision, size = model.require_vision(), get_itemsize(config.dtype)
-    mlp, norms = _MLP_TENSORS[vision.tower.activation] * vision.ffn, 2 * vision.width * vision.tower.gated
-    whole = (11 * vision.width + mlp) * size + norms * FP32
-    adapted = any(adapter.weight.part == "vision" for adapter in config.lora.list_adapters(model))
-    if not trainable or "vision" in config.freeze or (config.lora.rank and not adapted):
-        kept = whole
-    elif config.recompute == "full":
-        kept = vision.depth * vision.width * size + whole
-    else:
-        kept = vision.depth * whole
-    features = 3 * tokens * config.cp * vision.levels * vision.out * size
-    return tokens * vision.merge**2 / config.tp * kept + features

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from engines.batch.balance import choose_largest
 from engines.config import MegatronConfig
 from engines.megatron.memory.activations import FP32, MicroBatch, estimate_activations, get_itemsize
-from engines.models.adapters import ExpertAdapter, is_adapter
 from engines.models.spec import ModelSpec
-from engines.models.weight import EMBEDDING, OUTPUT, Weight
+from engines.models.weight import EMBEDDING, OUTPUT, Weight, is_adapter
 from hardware.attention.rules import compute_slot_unit
 from hardware.megatron.kernel_memory import KernelMemory
 
@@ -95,7 +94,7 @@ def list_weights(model: ModelSpec, config: MegatronConfig, stage: int) -> Iterat
     """List a stage's weights in the order of Megatron's modules, each linear layer's adapter after its bias."""
     stated, weights, place = config.lora.list_adapters(model), [], ""
     adapters = {adapter.weight.name.removesuffix("weight"): adapter for adapter in stated}
-    grouped = [each for each in stated if isinstance(each, ExpertAdapter)]
+    grouped = [each for each in stated if each.is_of_experts]
     for name, weight in [*model.weights.items(), ("", None)]:  # after the last weight there may be an adapter too
         if (adapter := adapters.get(place)) and not name.startswith(place):
             weights += [(adapter.a.name, adapter.a), (adapter.b.name, adapter.b)]

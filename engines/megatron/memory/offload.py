@@ -99,88 +99,80 @@ class OffloadedOptimizer:
         return replaced
 
 
-class OffloadManager:
-    """The parts of an engine on its device (weights, gradients, optimizer state), which can be offloaded and come back.
+Left = list[tuple[torch.UntypedStorage, int, Tensor | None]]
+"""Storages of a part that has left its device: each with its size, and its content on the host."""
+
+
+def move_to_host(storages: Sequence[torch.UntypedStorage], keeps: bool) -> Left:
+    """Move storages from the device to the host's memory, and free the memory that they had on the device.
 
     Memory is given back storage by storage and taken again under the same tensors. So every view into one of
-    Megatron's buffers, of which there are many, is right again without being known here. A gradient does not outlive
-    its step: it is given back without a copy.
+    Megatron's buffers, of which there are many, is right again without being known here.
 
     Args:
-        module: wrapped in Megatron's DistributedDataParallel where it learns. optimizer: None where it does not.
-        visits: its weights are on the host anyway, but while it computes.
-        base: the manager that moves its frozen weights, which are another engine's too; None where this one does.
+        keeps: whether their content comes back; a gradient does not outlive its step.
     """
+    copies = [copy_to_host(_view_bytes(storage)) if keeps else None for storage in storages]
+    left = [(storage, storage.nbytes(), copy) for storage, copy in zip(storages, copies, strict=True)]
+    for storage in storages:
+        storage.resize_(0)
+    return left
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer,
-        device: torch.device,
-        visits: bool = False,
-        base: "OffloadManager | None" = None,
-    ):
-        self._module: Any = module  # a wrapped module has Megatron's buffers
-        self._optimizer, self._device, self._visits, self._base = optimizer, device, visits, base
-        self._left: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
-    def offload(self, parts: Sequence[OffloadPart]) -> None:
-        """Move these parts from the device to the host's memory, and free the memory that they had on the device."""
-        for name in parts:
-            if name not in self._left:
-                storages = list(self._list_storages(name))
-                copies = [None if name == "gradients" else copy_to_host(_view_bytes(storage)) for storage in storages]
-                self._left[name] = [(s, s.nbytes(), copy) for s, copy in zip(storages, copies, strict=True)]
-                for storage in storages:
-                    storage.resize_(0)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()  # another process cannot use cached blocks
+def empty_cache(device: torch.device) -> None:
+    """Give back the blocks that torch keeps of a device, which no other process can use."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
-    def onload(self, parts: Sequence[OffloadPart]) -> None:
-        """Bring these back onto the device, where they have left it."""
-        for storage, size, copy in (each for name in parts for each in self._left.pop(name, ())):
-            storage.resize_(size)
-            content = _view_bytes(storage)
-            content.zero_() if copy is None else content.copy_(copy)
 
-    def require(self, who: str, *parts: OffloadPart) -> None:
-        """Raise RuntimeError where one of these is not on the device."""
-        if self._base and "weights" in parts:
-            self._base.require(who, "weights")
-        if missing := [name for name in parts if name in self._left]:
-            raise RuntimeError(
-                f"engine: {who} was called while {' and '.join(missing)} were offloaded, expected them on the device; "
-                "it is another's turn there: call onload first"
-            )
+def move_to_device(left: Left) -> None:
+    """Bring a part back onto the device that it has left."""
+    for storage, size, copy in left:
+        storage.resize_(size)
+        content = _view_bytes(storage)
+        content.zero_() if copy is None else content.copy_(copy)
 
-    def _list_storages(self, name: str) -> Iterator[torch.UntypedStorage]:
-        """List the storages of a holding that are on the device, each once."""
-        weights: list[Tensor] = []
-        if not self._visits:  # those that learn are views into buffers, the others are frozen
-            frozen = () if self._base else self._module.parameters()
-            weights = [*(buffer.param_data for buffer in self._list_buffers()), *frozen]
-        seen: set[int] = set()
-        if name == "optimizer":  # fp32 weights are their own masters
-            seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
-        tensors = {"weights": lambda: weights, "gradients": self._list_gradients, "optimizer": self._list_state}[name]()
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device == self._device and storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield storage
 
-    def _list_buffers(self) -> list:
-        return [*self._module.buffers, *self._module.expert_parallel_buffers] if self._optimizer else []
+def list_storages(
+    name: OffloadPart,
+    module: Any,
+    optimizer: Any,
+    device: torch.device,
+    *,
+    moves_weights: bool,
+    moves_frozen: bool,
+) -> list[torch.UntypedStorage]:
+    """List the storages of an engine's part that are on the device, each once.
 
-    def _list_gradients(self) -> list[Tensor]:
-        return [buffer.grad_data for buffer in self._list_buffers()]
+    Args:
+        module: a wrapped module has Megatron's buffers. optimizer: None where it does not learn.
+        moves_weights, moves_frozen: whether the engine moves its weights, and those of them that do not learn.
+    """
+    buffers = [*module.buffers, *module.expert_parallel_buffers] if optimizer else []
+    weights: list[Tensor] = []
+    if moves_weights:  # those that learn are views into buffers, the others are frozen
+        weights = [*(buffer.param_data for buffer in buffers), *(module.parameters() if moves_frozen else ())]
+    seen: set[int] = set()
+    if name == "optimizer":  # fp32 weights are their own masters
+        seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        tensors = _list_state(optimizer)
+    else:
+        tensors = weights if name == "weights" else [buffer.grad_data for buffer in buffers]
+    found = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device == device and storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            found.append(storage)
+    return found
 
-    def _list_state(self) -> Iterator[Tensor]:
-        for part in self._optimizer.chained_optimizers if self._optimizer else ():
-            for group in part.optimizer.param_groups:
-                yield from group["params"]
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+def _list_state(optimizer: Any) -> Iterator[Tensor]:
+    for part in optimizer.chained_optimizers if optimizer else ():
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _view_bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -34,9 +34,14 @@ from hardware.megatron.marks import mark_sequence_parallel
 from hardware.transfer import to_device
 
 
+def find_runner(vision: VisionSpec) -> TowerRunner:
+    """Find the code that runs a tower."""
+    return resolve_name(vision.tower.runner)
+
+
 def add_tower(module: GPTModel, vision: VisionSpec) -> None:
     """Add the tower ``module.vision``, replicated on every rank, and add its features to the first layers."""
-    runner: TowerRunner = resolve_name(vision.tower.runner)
+    runner = find_runner(vision)
     module.vision = runner.build(vision, module.config.params_dtype)
     if module.config.recompute_granularity == "full":
         for block in runner.list_blocks(module.vision):  # none of which draws random numbers
@@ -106,7 +111,7 @@ class Vision(Extension):
         self.spec, self.module, self.device = model.require_vision(), module, stage.device
         self.processor = ImageProcessor(model.folder, self.spec)
         self.tower = cast(torch.nn.Module, module.vision)
-        self.runner: TowerRunner = resolve_name(self.spec.tower.runner)
+        self.runner = find_runner(self.spec)
         self.has_experts = model.experts is not None
 
     @cached_property

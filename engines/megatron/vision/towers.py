@@ -32,7 +32,7 @@ class TowerRunner(Protocol):
 
 def _build_module(vision: VisionSpec, dtype: torch.dtype) -> torch.nn.Module:
     """Build the module of transformers that the family names."""
-    module, settings = resolve_name(vision.tower.module), resolve_name(vision.tower.config)
+    module, settings = (resolve_name(name) for name in (vision.tower.module, vision.tower.config))
     with no_init_weights():  # every one is read from the folder
         return module._from_config(settings(**vision.config), attn_implementation="sdpa", dtype=dtype)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from engines.models.adapters import CONFIG, WEIGHTS
+from engines.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engines.validation import read_object
 
 if TYPE_CHECKING:  # a folder is checked before anything takes the time to import torch
@@ -40,11 +40,11 @@ def check_adapter_folder(
     Raises:
         ValueError: a file is missing or damaged, or the adapters are others.
     """
-    path = Path(folder, CONFIG)
-    if not path.is_file() or not Path(folder, WEIGHTS).is_file():
+    path = Path(folder, ADAPTER_CONFIG)
+    if not path.is_file() or not Path(folder, ADAPTER_WEIGHTS).is_file():
         raise ValueError(
-            f"{where}: start={folder!r} has not both {CONFIG} and {WEIGHTS}; give a folder that PEFT saved, or a "
-            f"checkpoint's adapter folder, in --{where}.start"
+            f"{where}: start={folder!r} has not both {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}; give a folder that PEFT "
+            f"saved, or a checkpoint's adapter folder, in --{where}.start"
         )
     config = read_object(path)
     for key, value in settings.items():
@@ -62,10 +62,12 @@ def check_adapter_folder(
             f"adapters into their model by PEFT, and train that without --{where}.start"
         )
     try:
-        stored = safe_open(Path(folder, WEIGHTS), "np")
+        stored = safe_open(Path(folder, ADAPTER_WEIGHTS), "np")
         found = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{where}: {WEIGHTS} in {folder!r} is damaged: {error}; copy or save it again") from None
+        raise ValueError(
+            f"{where}: {ADAPTER_WEIGHTS} in {folder!r} is damaged: {error}; copy or save it again"
+        ) from None
     if found != shapes:
         missing, extra = sorted(shapes.items() - found.items()), sorted(found.items() - shapes.items())
         raise ValueError(
@@ -111,8 +113,8 @@ def save_adapter_folder(
     target = Path(folder).with_name(f".{Path(folder).name}.partial")
     shutil.rmtree(target, ignore_errors=True)  # a killed save may have left it
     target.mkdir(parents=True)
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
-    (target / WEIGHTS).chmod(target.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
+    (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (target / ADAPTER_WEIGHTS).chmod(target.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
     os.replace(target, folder)
-    return [CONFIG, WEIGHTS]
+    return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.models.weight import Weight
+from hardware.megatron.mixers import FP32
+
+_MLP_TENSORS = {"silu": 4, "gelu": 2, "gelu_pytorch_tanh": 2, "quick_gelu": 3}
+"""Activation of a tower -> tensors that its MLP keeps: its input and output, the sigmoid of quick-gelu, a separate
+operator in torch, and for a gated MLP the gated half and the product."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,27 @@ class VisionSpec:
             raise ValueError(
                 f"model: {path} has an image token {self.banned_tokens[-1]}, expected one below vocab_size {vocab}"
             )
+
+    def estimate_activations(self, tokens: float, *, size: int, tp: int, cp: int, recompute: str) -> float:
+        """Estimate the bytes that the tower keeps for a number of image tokens of each context-parallel rank.
+
+        Per patch and layer: inputs and outputs of both norms and the residual, queries, keys and values before and
+        after rotation, attention's output (11 widths in all), the tensors of the MLP, and RMS norms' inputs in fp32.
+        Features are held for all of a replica's tokens by each rank: as they are made, gathered, and as they are
+        merged.
+
+        Args:
+            size: bytes of a number. recompute: as in the engine's settings; empty where the tower does not learn.
+        """
+        mlp, norms = _MLP_TENSORS[self.tower.activation] * self.ffn, 2 * self.width * self.tower.gated
+        whole = (11 * self.width + mlp) * size + norms * FP32
+        kept = whole  # of a layer at a time
+        if recompute == "full":
+            kept += self.depth * self.width * size
+        elif recompute:
+            kept = self.depth * whole
+        features = 3 * tokens * cp * self.levels * self.out * size
+        return tokens * self.merge**2 / tp * kept + features
 
     @property
     def heads(self) -> int:

@@ -49,7 +49,7 @@ def _compute_by(change: Callable[..., Tensor]) -> list[Patch]:
 
 def exchange_fused_gates() -> list[Patch]:
     """Export fused experts with the rows of their up projections above those of their gates."""
-    from engines.models.joins import FusedExperts
+    from engines.models.families.experts._joins import FusedExperts
 
     def wrap(split):
         def split_exchanged(self, whole, shapes):

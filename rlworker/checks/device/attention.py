@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engines.megatron.layout import Layout
 from hardware.attention.capabilities import find_backend
+from hardware.attention.dense.oracle import compute_visible
 from hardware.attention.inputs import AttentionInputs
 from hardware.attention.mask_spec import MaskSpec, Sharing, expand_counts
 from hardware.attention.rules import CAUSAL, Rule
@@ -183,7 +184,7 @@ class AttentionCase:
     def attend_densely(self, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
         """Compute the output ``[N, h * d]`` and the gradients of query, key and value by definition, in one pack."""
         layout = Layout.build(self.lengths, "thd", sharing=self.sharing)
-        visible = self.build_mask_spec(layout, (self.rule,)).compute_visible()
+        visible = compute_visible(self.build_mask_spec(layout, (self.rule,)))
         leaves = [x.clone().requires_grad_() for x in inputs]
         query, key, value = (layout.pack(x) for x in self.take_held_tokens(leaves))
         output = layout.unpack(dense_attention(query, key, value, see=visible))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engines.megatron.layout import Layout
 from engines.megatron.memory.estimate import list_weights
-from engines.models.adapters import is_adapter
+from engines.models.weight import is_adapter
 from hardware.megatron.experts import ExpertLayer
 from hardware.shapes.device import ShapeMode
 from rlworker.checks.shapes.case import RankCase

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rlworker.data.messages import flatten_content, load_arguments, reads_field
+from rlworker.data.chat.messages import flatten_content
+from rlworker.data.chat.templates import load_arguments, reads_field
 from rlworker.environments.codec import get_codec
 from rlworker.environments.endpoint.protocol import CONTEXT_LIMIT, ApiError, Body, ChatBody, TextBody
 from rlworker.environments.episode import Episode

@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from engines.config.served import ServedModel
     from engines.models.hub import FindModel
     from rlworker.cluster.placement import DeviceSlot
+    from rlworker.cluster.rollout_group import Rollouts
     from rlworker.config.run import RunConfig
+    from rlworker.rollouts.questions import Questions
     from rlworker.rollouts.scoring.group import ScoringGroup
+    from rlworker.rollouts.scoring.questions import LendFn
 
 
 def check_served(config: RunConfig, find: FindModel, is_whole: bool = True) -> dict[str, ServedModel]:
     """Read and check the served models of a run, as ``read_served``; none where the settings name none."""
-    return _import_group().read_served(config, find, is_whole) if config.models else {}
+    if not config.models:
+        return {}
+    group, _ = _import_served()
+    return group.read_served(config, find, is_whole)
 
 
 def start_groups(
@@ -34,12 +40,18 @@ def start_groups(
     """
     if not served:
         return {}
-    make_group = _import_group().ScoringGroup
-    groups = {name: start(make_group(model, config, list_ranks)) for name, model in served.items()}
-    return groups if list_ranks else {name: group.begin() for name, group in groups.items()}
+    group, _ = _import_served()
+    groups = {name: start(group.ScoringGroup(model, config, list_ranks)) for name, model in served.items()}
+    return groups if list_ranks else {name: engines.begin() for name, engines in groups.items()}
 
 
-def _import_group():
-    from rlworker.rollouts.scoring import group
+def make_questions(served: Mapping[str, Rollouts], runs_ahead: bool, lend: LendFn | None) -> Questions:
+    """Make what asks served models the questions of a run's episodes, as ``QuestionQueue``."""
+    _, questions = _import_served()
+    return questions.QuestionQueue(served, runs_ahead, lend)
 
-    return group
+
+def _import_served():
+    from rlworker.rollouts.scoring import group, questions
+
+    return group, questions

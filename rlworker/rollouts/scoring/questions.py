@@ -20,6 +20,7 @@ from engines.batch.samples import make_seed
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.environments.record import Question, Verdict
+from rlworker.rollouts.questions import Questions
 from rlworker.rollouts.trajectory import RolloutBatch
 
 Key = tuple[int, str, str]
@@ -44,7 +45,7 @@ class _Part:
     worker: ActorHandle | None = None
 
 
-class QuestionQueue:
+class QuestionQueue(Questions):
     """Holds questions until they may be asked, asks each model for many at once, and collects the verdicts.
 
     In turns, all questions are asked once no episode runs, before anything else is sampled: what shares a call depends
@@ -57,23 +58,20 @@ class QuestionQueue:
         groups: name of a served model -> its engines.
         runs_ahead: whether rollouts run ahead of the trainer.
         lend: gives engines their turn on shared devices, one group after the other; None where each has its own.
-
-    Attributes:
-        seconds: seconds in which questions were open.
     """
 
     def __init__(self, groups: Mapping[str, Rollouts], runs_ahead: bool = False, lend: LendFn | None = None):
+        super().__init__()
         self.groups, self._runs_ahead, self._lend = groups, runs_ahead, lend
-        self.seconds, self._lent = 0.0, ExitStack()
+        self._lent = ExitStack()
         self.reset()
 
     def reset(self) -> None:
-        """Forget all questions; answers that are on their way are ignored, and whoever goes back gives out devices."""
+        super().reset()
         self._lent.pop_all()
         self._held: dict[str, dict[Key, Any]] = {name: {} for name in self.groups}
         self._asked: dict[Key, list[tuple[int, int]]] = {}
         self._known: dict[Key, Verdict] = {}
-        self._done: list[tuple[int, int, Verdict]] = []
         self._parts: dict[Any, _Part] = {}
         self._lost: list[_Part] = []
         self._losses: dict[tuple[str, int], tuple[ActorHandle | None, RayError]] = {}
@@ -81,21 +79,16 @@ class QuestionQueue:
         self._calls, self._since = 0, 0.0
 
     def open(self, stream: tuple[int, ...]) -> None:
-        """Begin a batch: in turns, draw from random numbers of its ``stream`` from now on."""
         if not self._runs_ahead or not self._stream:
             self._stream, self._calls = stream, 0
 
     def keep(self, batches: Container[int]) -> None:
-        """Forget the verdicts of all batches but those with these numbers."""
         self._known = {key: verdict for key, verdict in self._known.items() if key[0] in batches}
 
     def submit(self, batch: RolloutBatch, question: Question) -> None:
-        """Take a question, to be asked unless an equal one of the batch was."""
-        place = question.number, question.call
         if question.model not in self.groups:
-            has = f"has {', '.join(self.groups)}" if self.groups else "has none"
-            error = f"no model is called {question.model!r}, the run {has}; set --models.{question.model}.model"
-            return self._done.append((*place, Verdict(error=error)))
+            return super().submit(batch, question)
+        place = question.number, question.call
         try:  # a whole pickle, since the repr of a large array leaves most of it out
             text = json.dumps(question.content, sort_keys=True, default=lambda each: pickle.dumps(each).hex())
         except (TypeError, ValueError, RecursionError) as error:
@@ -110,44 +103,27 @@ class QuestionQueue:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether a question waits for its verdict."""
         return bool(self._asked)
 
     @property
     def references(self) -> list[Any]:
-        """Ray's references of the open calls, to wait for."""
         return list(self._parts)
 
     def collect(self, is_idle: bool) -> list[tuple[int, int, Verdict]]:
-        """Ask what may be asked, and return the verdicts that have come: episode, number of the question, verdict.
-
-        Args:
-            is_idle: whether no episode runs.
-
-        Raises:
-            Exception: an engine reports an error of its own.
-        """
         self._take_answers()
         for part in [part for part in self._lost if self.groups[part.model].serving[part.engine] is not part.worker]:
             self._lost.remove(part)
             self._send(part)
         if is_idle or self._runs_ahead:
             self._ask()
-        done, self._done = self._done, []
-        return done
+        return super().collect(is_idle)
 
     def list_lost(self) -> dict[str, dict[int, RayError]]:
-        """List the engines that are lost and not yet replaced: name of the model -> index -> error of the loss."""
         lost: dict[str, dict[int, RayError]] = {}
         for (model, engine), (worker, error) in list(self._losses.items()):
             if self.groups[model].serving[engine] is worker:
                 lost.setdefault(model, {})[engine] = error
         return lost
-
-    def replace_lost(self) -> None:
-        """Replace the lost engines, or raise the error of one of them where none may be replaced."""
-        for model, lost in self.list_lost().items():
-            self.groups[model].replace_or_raise(lost)
 
     def _ask(self) -> None:
         busy = {(part.model, part.engine) for part in (*self._parts.values(), *self._lost)}

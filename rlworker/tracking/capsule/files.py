@@ -26,8 +26,6 @@ SLOPE = "d_loss/d_"
 MOST_BYTES = 32 * 2**20
 """Most bytes of the sketches of a step: of longer sequences several successive tokens have one sketch."""
 _DESCRIPTION = "capsule.json"
-_TOLD = ("denominator", "rows", "digest", "metrics", "rounding", "span")
-"""Attributes of an update that the description has."""
 _Settings = TypeVar("_Settings")
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import rlworker
-from rlworker.config.changes import flatten, flatten_config
+from rlworker.config.command_line import flatten, flatten_config
 from rlworker.config.run import RunConfig
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.run_folder import OUTAGES

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engines.megatron.layout import Layout
+from hardware.attention.dense.oracle import list_slots
 from hardware.attention.rules import compute_slot_unit
 
 
@@ -54,7 +55,7 @@ def check_case(case: dict, trailing: tuple[int, ...]) -> None:
         layout = Layout.build(**case, cp_rank=rank)
         want = by_hand(**case, rank=rank)
         assert layout.valid.tolist() == [[slot is not None for slot in row] for row in want]
-        segment, position = layout.build_mask_spec().list_slots(rank)
+        segment, position = list_slots(layout.build_mask_spec(), rank)
         assert segment.tolist() == [[slot[2] if slot else -1 for slot in row] for row in want]
         # A pad's position is never read; a real slot's is its place in its own sequence.
         assert (position * layout.valid).tolist() == [[slot[1] if slot else 0 for slot in row] for row in want]

@@ -18,7 +18,7 @@ from support.rounding import check_distances, measure_rounding
 from engines.config import OptimizerConfig
 from engines.models.families.text.qwen3_5_text import DeltaMixer
 from engines.models.spec import ModelSpec
-from hardware.megatron.mixers import DeltaNet
+from hardware.megatron.states.mixer import DeltaNet
 from rlworker.checks.reference.huggingface import probe_loss
 
 COSINE = OptimizerConfig(lr=1e-3, adam_eps=1e-5, lr_warmup_steps=4, lr_scheduler="cosine", lr_decay_steps=8)

@@ -10,8 +10,9 @@ from support.models import read_config
 from engines.config import MegatronConfig, VllmConfig
 from engines.models.spec import ModelSpec
 from hardware.attention.rules import CAUSAL, Rule
-from hardware.megatron.form import Experts
-from hardware.megatron.mixers import ATTENTION, DeltaNet
+from hardware.megatron.mixers import ATTENTION
+from hardware.megatron.mixture import Experts
+from hardware.megatron.states.mixer import DeltaNet
 
 CONFIG = json.loads("""{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "attention_bias": false,
     "attention_dropout": 0.0, "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,

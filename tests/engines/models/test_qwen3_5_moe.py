@@ -16,8 +16,8 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.folders.hf_folder import check_tensors, save_hf_folder
 from engines.models.safetensors_folder import SafetensorsFolder
 from engines.models.spec import ModelSpec
-from hardware.megatron.form import Experts
-from hardware.megatron.mixers import DeltaNet
+from hardware.megatron.mixture import Experts
+from hardware.megatron.states.mixer import DeltaNet
 
 RELEASED: dict[str, tuple[dict, float]] = {
     "Qwen3.5-35B-A3B": ({}, 35.11),

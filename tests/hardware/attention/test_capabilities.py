@@ -11,6 +11,7 @@ from support.attention import draw_qkv
 from engines.megatron.layout import Layout
 from hardware.attention import capabilities
 from hardware.attention.capabilities import PLACES, TABLE, check_override, find_backend, name_place
+from hardware.attention.dense.oracle import compute_visible, list_slots
 from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import CAUSAL, RULES, Rule
 from hardware.cpu.platform import CpuPlatform
@@ -121,7 +122,7 @@ def npu_arguments(mode: int, spec, rule: Rule) -> dict:
     if mode == 4:
         return dict(sparse_mode=4, atten_mask=build_triangle(), pre_tockens=rule.window - 1, next_tockens=0)
     if spec.kind == "bshd":
-        mask = ~spec.compute_visible()[:, None]
+        mask = ~compute_visible(spec)[:, None]
         mask[:, 0].diagonal(dim1=1, dim2=2).fill_(False)  # so that padding sees something: itself
         return dict(sparse_mode=mode, atten_mask=mask)
     position = torch.arange(max(spec.padded))
@@ -139,7 +140,7 @@ def test_the_emulated_operator_honours_what_the_table_says(place):
     backend, kind, _, rule = place
     install()
     spec = spec_of(kind, RULE_OF[rule])
-    see = spec.compute_visible()
+    see = compute_visible(spec)
     query, key, value = (x.detach() for x in draw_qkv(*see.shape[:2]))
     arguments = npu_arguments(int(backend[-1]), spec, RULE_OF[rule]) | dict(scale=DIM**-0.5)
     operator = torch.ops.npu.npu_fusion_attention
@@ -149,7 +150,7 @@ def test_the_emulated_operator_honours_what_the_table_says(place):
         ends = torch.tensor(spec.padded).cumsum(0).tolist()
         lengths = dict(actual_seq_qlen=ends, actual_seq_kvlen=ends)
         got = operator(query[0], key[0], value[0], HEADS, "TND", **arguments, **lengths)[0].flatten(1)[None]
-    valid = spec.list_slots(0)[0] >= 0
+    valid = list_slots(spec, 0)[0] >= 0
     assert torch.allclose(got[valid], dense_attention(query, key, value, see)[valid], atol=1e-6)
 
 
@@ -164,7 +165,7 @@ def test_a_flipped_cell_is_refused_by_the_platform(monkeypatch, rule, kind, cp):
     spec = Layout.build(LENGTHS, kind, cp=cp).build_mask_spec(
         (RULE_OF[rule],), find_image_blocks(LENGTHS), (2, 1, 0, 5)
     )
-    rotary = tuple(torch.zeros(*spec.list_slots(0)[0].shape, DIM) for _ in range(2))
+    rotary = tuple(torch.zeros(*list_slots(spec, 0)[0].shape, DIM) for _ in range(2))
     CpuPlatform().build_attention_inputs(spec, rotary)
     refused = dataclasses.replace(TABLE[place], honoured=False, text="it was flipped", nearest="another")
     monkeypatch.setitem(capabilities.TABLE, place, refused)

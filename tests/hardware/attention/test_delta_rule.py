@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.attention import step_delta_rule
 from torch import Tensor
 
 from engines.megatron.layout import Layout
@@ -16,7 +17,6 @@ from hardware.attention.delta_rule import (
     DeltaPlan,
     continue_delta_rule,
     convolve,
-    step_delta_rule,
 )
 from hardware.attention.mask_spec import MaskSpec, Sharing
 from hardware.cuda.delta_rule import build_plan

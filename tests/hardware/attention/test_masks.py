@@ -2,12 +2,11 @@ import numpy as np
 import pytest
 import torch
 
+from hardware.attention.dense.oracle import compute_visible, list_slots, to_additive_mask, to_blocking_mask
 from hardware.attention.mask_spec import (
     MaskSpec,
     list_zigzag_positions,
     locate_slots,
-    to_additive_mask,
-    to_blocking_mask,
 )
 from hardware.attention.rules import CAUSAL, Rule, count_tokens_before
 
@@ -31,11 +30,11 @@ def test_oracle_says_what_the_rule_says_in_words(kind, cp):
     padded = (8, 8, 8) if kind == "bshd" else (4, 8, 4)
     for rank in range(cp):
         spec = MaskSpec(kind, lengths, padded, cp, rank, rules=(CAUSAL, Rule(window=window)))
-        segment, position = spec.list_slots(rank)
-        keys = [spec.list_slots(r) for r in range(cp)]
+        segment, position = list_slots(spec, rank)
+        keys = [list_slots(spec, r) for r in range(cp)]
         key_segment, key_position = (torch.cat([k[i] for k in keys], 1) for i in range(2))
         for layer, reach in ((1, 10**6), (2, window)):
-            see = spec.compute_visible(layer)
+            see = compute_visible(spec, layer)
             for b in range(see.shape[0]):
                 for i in range(see.shape[1]):
                     for j in range(see.shape[2]):
@@ -89,19 +88,19 @@ def test_rules_are_those_of_transformers():
     for rule, function in functions.items():
         spec = MaskSpec("thd", (length,), (length,), rules=(rule,), image_block=blocks[0].numpy(), prefixes=(5,))
         want = torch.tensor([[bool(function(0, 0, q, k)) for k in places] for q in places])
-        assert torch.equal(spec.compute_visible()[0], want), rule
+        assert torch.equal(compute_visible(spec)[0], want), rule
 
 
 def test_a_state_hears_the_past_of_its_sequence():
     for kind, cp in (("bshd", 1), ("thd", 1), ("bshd", 2), ("thd", 2)):
         for rank in range(cp):
             spec = MaskSpec(kind, (5, 3), (8, 8), cp, rank, rules=(Rule(state=True), CAUSAL))
-            assert torch.equal(spec.compute_visible(1), spec.compute_visible(2)) and spec.attended == {CAUSAL}
+            assert torch.equal(compute_visible(spec, 1), compute_visible(spec, 2)) and spec.attended == {CAUSAL}
 
 
 def test_an_image_of_another_sequence_is_another_image():
     spec = MaskSpec("thd", (2, 2), (2, 2), rules=(Rule(images=True),), image_block=np.zeros(4, int))
-    assert spec.compute_visible()[0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert compute_visible(spec)[0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
 
 
 def test_the_two_ways_out_of_a_keep_mask():

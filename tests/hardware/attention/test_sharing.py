@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engines.megatron.layout import Layout
+from hardware.attention.dense.oracle import compute_visible, list_slots
 from hardware.attention.grouped_sdpa import _Gather
 from hardware.attention.mask_spec import MaskSpec, Sharing
 from hardware.attention.rules import CAUSAL, Rule
@@ -34,7 +35,7 @@ def check_pack(lengths, sharing, rule, tp, cp, slots) -> None:
     holders = find_holding_tokens(lengths, sharing)
     blocks, prefixes = find_image_blocks(lengths)[holders], tuple(min(1, n) for n in lengths)
     alone = MaskSpec("thd", lengths, lengths, rules=(rule,), image_block=blocks.numpy(), prefixes=prefixes)
-    want = alone.compute_visible()[0]  # [N, N]
+    want = compute_visible(alone)[0]  # [N, N]
     layouts = [Layout.build(lengths, "thd", tp=tp, cp=cp, cp_rank=r, slots=slots, sharing=sharing) for r in range(cp)]
     width = layouts[0].shape[1]
     keys = torch.full((len(want),), -1)
@@ -44,7 +45,7 @@ def check_pack(lengths, sharing, rule, tp, cp, slots) -> None:
     assert (keys >= 0).all() and (keys == keys[holders]).all(), "each token is on one rank, where its holder is"
     assert len(keys.unique()) == len(holders.unique()), "and others have others' slots"
     for rank, layout in enumerate(layouts):
-        seen = layout.build_mask_spec((rule,), blocks, prefixes).compute_visible()[0]
+        seen = compute_visible(layout.build_mask_spec((rule,), blocks, prefixes))[0]
         held = (keys // width) == rank
         assert torch.equal(seen[keys[held] % width][:, keys] & want[held], want[held])
         assert torch.equal(seen[keys[held] % width].sum(1), want[held].sum(1)), "and nothing else"
@@ -72,7 +73,7 @@ def test_random_packs(seed):
 def test_the_documented_example():
     layout = Layout.build((3, 3, 1), "thd", sharing=Sharing((0, 0, 2), (0, 2, 0)))
     assert layout.slots.tolist() == [0, 1, 2, 0, 1, 3, 4] and layout.padded == (3, 1, 1)
-    assert layout.build_mask_spec().list_slots(0)[1].tolist() == [[0, 1, 2, 2, 0]]
+    assert list_slots(layout.build_mask_spec(), 0)[1].tolist() == [[0, 1, 2, 2, 0]]
 
 
 def test_gradients_of_a_shared_slot_add_up():

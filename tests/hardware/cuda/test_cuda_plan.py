@@ -12,6 +12,7 @@ from support.ranks.engines_cases import start_process
 
 from engines.megatron.layout import Layout
 from hardware.attention import capabilities
+from hardware.attention.dense.oracle import compute_visible, list_slots
 from hardware.attention.grouped_sdpa import GroupedPlan, _sdpa
 from hardware.attention.mask_spec import MaskSpec
 from hardware.attention.rules import CAUSAL, Rule
@@ -75,8 +76,8 @@ def test_each_slot_sees_what_the_oracle_says_and_nothing_else(rule):
     for (lengths, kind, slots), cp in itertools.product(packs, (1, 2, 4)):
         for rank in range(cp):
             spec, calls = calls_of(lengths, kind, rule, cp, rank, slots)
-            want = end_to_end(spec, spec.compute_visible())
-            got, valid = seen_by_slots(calls, want.shape[1]), (spec.list_slots(rank)[0] >= 0).flatten()
+            want = end_to_end(spec, compute_visible(spec))
+            got, valid = seen_by_slots(calls, want.shape[1]), (list_slots(spec, rank)[0] >= 0).flatten()
             assert torch.equal(got[valid], want[valid]), (lengths, kind, cp, rank, slots)
             assert got.any(-1).all(), "padding sees something too: nothing else would be written to its slots"
 

@@ -7,13 +7,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.attention import check_refusals
+from support.attention import check_refusals, step_delta_rule
 
 from engines.megatron.layout import Layout
 from hardware.attention import capabilities
 from hardware.attention.capabilities import TABLE, name_place
 from hardware.attention.contract import NotEmulatedError, SilentError
-from hardware.attention.delta_rule import DeltaPlan, step_delta_rule
+from hardware.attention.delta_rule import DeltaPlan
 from hardware.attention.mask_spec import Sharing
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.cuda.delta_rule import FlaPlan, build_plan, find_kernel

@@ -8,7 +8,7 @@ from support.ranks.engines_cases import join_group, start_process
 from support.ranks.pool import draw_address
 from torch.utils.checkpoint import checkpoint
 
-from hardware.megatron.form import Experts
+from hardware.megatron.mixture import Experts
 
 HIDDEN, WIDTH, COUNT, CHOSEN, TOKENS = 16, 8, 6, 2, 11
 

@@ -47,7 +47,7 @@ def make_buckets(made: list[float]):
 def test_a_bucket_is_made_while_the_one_before_is_loaded(receivers):
     import ray
 
-    from rlworker.cluster.transport import send_buckets
+    from rlworker.cluster.weights.sender import send_buckets
 
     made = []
     send_buckets(make_buckets(made), receivers[:1], 7)
@@ -62,7 +62,7 @@ def test_after_a_failure_no_more_is_sent_and_all_is_made(receivers):
     """The other ranks of a trainer take part in making each bucket."""
     import ray
 
-    from rlworker.cluster.transport import send_buckets
+    from rlworker.cluster.weights.sender import send_buckets
 
     made = []
     with pytest.raises(ray.exceptions.RayError, match="bucket 2 is damaged"):
@@ -74,7 +74,7 @@ def test_after_a_failure_no_more_is_sent_and_all_is_made(receivers):
 def test_a_worker_that_dies_is_left_out(cluster, receivers):
     import ray
 
-    from rlworker.cluster.transport import send_buckets
+    from rlworker.cluster.weights.sender import send_buckets
 
     dying = ray.remote(num_cpus=0)(Receiver).remote(dies_at=1)
     made = []
@@ -116,13 +116,14 @@ class Member:
 def test_all_workers_take_the_steps_of_a_transfer_and_one_that_dies_ends_it(cluster):
     import ray
 
-    from rlworker.cluster.transport import EnginesLostError, Receiver, _Client, find_receivers
+    from rlworker.cluster.weights.client import EnginesLostError, TransferClient
+    from rlworker.cluster.weights.receiver import Receiver, find_receivers
 
     actor = ray.remote(num_cpus=0)(Member)
     members = [actor.remote(2), actor.remote(1, "update_weights")]
     receivers = find_receivers(members)
     assert receivers == [Receiver(members[0], "gloo", 2), Receiver(members[1], "gloo", 1)]
-    client, deferring = _Client(receivers, False), _Client(receivers[:1], True)
+    client, deferring = TransferClient(receivers, False), TransferClient(receivers[:1], True)
     client.version = 3
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 4})
     client.start_weight_update()
@@ -138,7 +139,7 @@ def test_all_workers_take_the_steps_of_a_transfer_and_one_that_dies_ends_it(clus
     assert ray.get(members[0].get_steps.remote())[-1] == ("end", 3, {})
     deferring.update_weights({"is bad": True})
     deferring.start_weight_update()
-    dying = _Client([Receiver(actor.remote(1, "end"), "gloo", 1)], True)
+    dying = TransferClient([Receiver(actor.remote(1, "end"), "gloo", 1)], True)
     dying.finish_weight_update()
     assert dying.failure is None, "the others have the weights, and may not get them again"
     assert "bad" in str(deferring.failure) and ray.get(members[0].get_steps.remote())[-1] == ("end", 3, {})

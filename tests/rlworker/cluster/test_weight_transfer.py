@@ -43,7 +43,7 @@ class Trainer:
 
 @pytest.fixture
 def sender():
-    from rlworker.cluster.transport import WeightSender
+    from rlworker.cluster.weights.sender import WeightSender
 
     sender = WeightSender(get_platform("cpu"))
     yield sender
@@ -69,7 +69,7 @@ def start(cluster, make_hf_model):
 
 
 def sync(sender, trainer: Trainer, workers: list, version: int) -> dict | None:
-    from rlworker.cluster.transport import find_receivers
+    from rlworker.cluster.weights.receiver import find_receivers
 
     return sender.sync(trainer, find_receivers(workers), version, CHUNK, DigestPlan("float32"))
 
@@ -116,7 +116,7 @@ def test_an_update_goes_on_without_an_engine_or_sender_that_is_lost(start, sende
     assert find_unlike(workers[1], export(folder, 2)) == set()
 
     def lose(_) -> None:
-        from rlworker.cluster.transport import WeightSender
+        from rlworker.cluster.weights.sender import WeightSender
 
         own = WeightSender(get_platform("cpu"))
         sync(own, Trainer(folder, 3, lambda: os._exit(1), after=1), workers[1:], 3)  # the first is for names and sizes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.program import parse_arguments as parse
 
-from rlworker.config.changes import flatten_config
+from rlworker.config.command_line import flatten_config
 from rlworker.config.help.other_names import PAGE, find_counterparts, read_counterparts
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig

@@ -9,8 +9,9 @@ import pytest
 from recipes.common.addition import make_tokenizer
 from rlworker.checks.tiny.models import IMAGE_TOKENS
 from rlworker.config.sections import DataConfig
+from rlworker.data.chat.messages import set_template_arguments
+from rlworker.data.chat.templates import render_messages
 from rlworker.data.conversations import iterate_conversations
-from rlworker.data.messages import render_messages, set_template_arguments
 from rlworker.data.rows import check_rows, load_tokenizer, read_rows
 
 TEMPLATE = """

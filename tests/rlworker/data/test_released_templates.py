@@ -11,9 +11,9 @@ from support.environments.forms import FORMS, TOOL
 from support.environments.released import RELEASED
 
 from rlworker.config.sections import DataConfig
+from rlworker.data.chat.templates import render_messages
+from rlworker.data.chat.turns import write_turn
 from rlworker.data.conversations import ConversationEncoder, iterate_conversations
-from rlworker.data.messages import render_messages
-from rlworker.data.turns import write_turn
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 REFUSALS = {

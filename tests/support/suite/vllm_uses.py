@@ -46,7 +46,7 @@ GUARDED = {
     "hardware/cpu/weight_transfer.py": SENDERS,
     "hardware/cuda/weight_transfer.py": SENDERS,
     "engines/vllm/transfer.py": SENDERS,
-    "rlworker/cluster/transport.py": SENDERS,
+    "rlworker/cluster/weights/transfer.py": SENDERS,
     "hardware/cpu/rollout_experts.py": CPU_EXPERTS,
 }
 """Files that are imported only if vLLM has a feature."""

@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from engines.models.joins import GATED, FusedExperts, Shape, StackedExperts
+from engines.models.families.experts._joins import FusedExperts, StackedExperts
+from engines.models.joins import GATED, Shape
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Way, Weight
 from engines.validation import fits
-from hardware.megatron.form import Experts
+from hardware.megatron.mixture import Experts
 
 NEEDED_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
 """Keys that a config of Qwen's mixtures must have, beside the number of experts, which goes by two names."""

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+from engines.models.families._partial_rotary import PARTIAL_ROTARY, read_partial_rope
 from engines.models.families._pieces import attention, embedding, final_norm, mlp, qk_norm, qkv_bias
 from engines.models.families.experts._mixture import NEEDED_OF_EXPERTS, Mixture, read_experts
 from engines.models.family import Family
-from engines.models.hf_config import NEEDED, PARTIAL_ROTARY, read_partial_rope
+from engines.models.hf_config import NEEDED
 from engines.models.layer import LayerKind
 from engines.validation import fits
-from hardware.megatron.form import Experts
+from hardware.megatron.mixture import Experts
 
 _COUNTS = ("n_shared_experts", "n_group", "topk_group")
 _SWITCHES = ("attention_bias", "use_qk_norm")

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.models.families._partial_rotary import PARTIAL_ROTARY, read_partial_rope
 from engines.models.families._pieces import attention, embedding, final_norm, fused_mlp, group_queries, qkv_bias
 from engines.models.family import Family
-from engines.models.hf_config import NEEDED, PARTIAL_ROTARY, read_partial_rope
+from engines.models.hf_config import NEEDED
 from engines.models.joins import Grouped, Shape
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight

@@ -1,24 +1,54 @@
 """Qwen3.5, text alone: gated delta nets (arXiv:2412.06464) on most layers, gated attention on the others."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from engines.models.families._partial_rotary import PARTIAL_ROTARY, read_partial_rope
 from engines.models.families._pieces import attention, embedding, final_norm, group_queries, mlp, qk_norm
 from engines.models.family import Family
-from engines.models.hf_config import NEEDED, PARTIAL_ROTARY, read_partial_rope
-from engines.models.joins import GatedQueries, Grouped
+from engines.models.hf_config import NEEDED
+from engines.models.joins import Grouped, Shape
 from engines.models.layer import DecoderSizes, LayerKind
 from engines.models.weight import Weight
 from engines.validation import fits
 from hardware.attention.rules import CAUSAL, MOST_TAPS, Rule
 from hardware.megatron.form import LayerOptions
-from hardware.megatron.mixers import DeltaNet
+from hardware.megatron.states.mixer import DeltaNet
+
+if TYPE_CHECKING:  # joins are stated before anything takes the time to import torch
+    from torch import Tensor
 
 _KINDS = ("full_attention", "linear_attention")
 _COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 _TAPS, _INTERVAL = "linear_conv_kernel_dim", "full_attention_interval"
 _GATES = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
 """Settings of gates that vLLM reads and transformers (5.19) does not -> values that transformers computes by."""
+
+
+@dataclass(frozen=True)
+class GatedQueries(Grouped):
+    """Groups queries, keys and values, where each head's query has a gate below it: a group has its queries above
+    their gates.
+
+    Attributes:
+        head_dim: rows of a head's query.
+    """
+
+    head_dim: int = 1
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        query, *others = tensors
+        query = query.unflatten(0, (self.groups, -1, 2, self.head_dim)).transpose(1, 2).flatten(0, 3)
+        return super().join([query, *others])
+
+    def split(self, whole: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        query, *others = super().split(whole, shapes)
+        query = query.unflatten(0, (self.groups, 2, -1, self.head_dim)).transpose(1, 2)
+        return [query.flatten(0, 3), *others]
 
 
 def gated_attention(model: DecoderSizes) -> tuple[Weight, ...]:

@@ -17,10 +17,8 @@ from engines.config import LoraConfig
 from engines.megatron.memory.activations import (
     MicroBatch,
     count_copied_slots,
-    count_dispatched,
-    count_experts,
     count_kept,
-    get_itemsize,
+    describe_routed,
 )
 from engines.megatron.memory.estimate import compute_rank_memory, list_parameters
 from engines.models.spec import ModelSpec
@@ -280,8 +278,8 @@ def measure_experts(rank: int, world: int, address: str, folder: str, settings: 
     layer.forward = forward
     count_bytes(engine, ids, 1)
     config, model, slots = engine.config, engine.model, shard.counts[0] * TOKENS
-    own = count_experts(model.experts, model.hidden, get_itemsize(config.dtype), config)
-    own += count_dispatched(model.experts, model.hidden, config)
+    routed = describe_routed(model, config, MicroBatch())
+    own = model.experts.count_routed(routed) + model.experts.count_dispatched(routed)
     return {
         "kept": kept,
         "planned": count_kept(model, config, 0, MicroBatch(slots, shard.counts[0]), engine.platform.kernel_memory).most,

@@ -1,21 +1,13 @@
-"""The model's turn in a chat: the text that the chat template writes for an answer, and the token that ends it."""
+"""The model's turn in a chat: the text that the chat template writes for an answer."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlworker.data.messages import (
-    THINK,
-    flatten_content,
-    is_begun,
-    load_arguments,
-    measure_common,
-    render_messages,
-)
+from rlworker.data.chat.messages import flatten_content
+from rlworker.data.chat.templates import THINK, is_begun, load_arguments, measure_common, render_messages
 
-_ANSWER = "answer"
-_CHAT = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER})
 _CONTENT = "the content"
 _THOUGHTS = {name: f"the field {name!r}" for name in ("reasoning_content", "reasoning", "thinking")}
 """Fields of a message in which templates look for its thinking -> name in messages."""
@@ -39,21 +31,6 @@ class Turn:
     context: str
     said: str
     has_end: bool
-
-
-def find_turn_end(tokenizer: Any) -> str:
-    """Return the special token with which the chat template ends an answer, such as ``<|im_end|>``.
-
-    The result is empty if there is no template, or it ends answers without a special token.
-    """
-    if not tokenizer.chat_template:
-        return ""
-    try:
-        _, answer, behind = render_messages(_CHAT, tokenizer, ending="closed").rpartition(_ANSWER)
-    except Exception:  # it may want tools, or know other roles
-        return ""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return min((text for text in special if answer and text in behind), key=behind.find, default="")
 
 
 def write_turn(

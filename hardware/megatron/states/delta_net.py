@@ -14,7 +14,7 @@ from hardware.attention.delta_rule import DeltaPlan, convolve
 from hardware.attention.inputs import AttentionInputs
 from hardware.collectives import gather_ranks
 from hardware.megatron.marks import mark_sequence_parallel
-from hardware.megatron.mixers import DeltaNet
+from hardware.megatron.states.mixer import DeltaNet
 
 
 class GatedDeltaNet(MegatronModule):

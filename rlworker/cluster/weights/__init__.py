@@ -1,0 +1,1 @@
+"""Weights on their way from training ranks to rollout workers."""
