@@ -51,6 +51,14 @@ def is_batch(reward: Any) -> bool:
     return getattr(reward, "batch", False) is True or (isinstance(reward, partial) and is_batch(reward.func))
 
 
+def is_run_once(environment: Any) -> bool:
+    """Tell whether an environment, or the function behind it, says by ``runs_once = True`` that no episode of it may
+    run twice."""
+    while environment is not None and getattr(environment, "runs_once", False) is not True:
+        environment = getattr(environment, "func", None) or getattr(environment, "__wrapped__", None)
+    return environment is not None
+
+
 def exact_match(text: str, row: Row) -> float:
     """Return 1 where the completion equals the row's answer, apart from white space around both, else 0."""
     return float(text.strip() == row.answer.strip())

@@ -142,7 +142,7 @@ class Trainer(Run[RunConfig]):
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
             for group in served.values():
                 group.replace_engines(self.note_lost)
-            loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
+            loop.note_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = self.codec, self.rows, self.rollouts, loop, self._phase, self._warn, self.curriculum
         self.manager = RolloutManager(config, *parts, find_teaching=self.objective.find_teaching)
