@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engines.batch.samples import Completion, Request
+from rlworker.base.errors import MONITOR, RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, HELD, Ask, Job, LostWorker, Sample, Segment, Trajectory, Verdict
 from rlworker.environments.reward import Environment, is_run_once
-from rlworker.errors import MONITOR, RunError
 from rlworker.rollouts.trajectory import Key, RolloutBatch
-from rlworker.tracking.terminal import LOGGER
 
 if TYPE_CHECKING:
     from engines.vllm.tools import ToolCalls

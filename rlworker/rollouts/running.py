@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from engines.models.spec import ModelSpec
+from rlworker.base.terminal import log_start
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.data import make_image_reader
@@ -20,7 +21,6 @@ from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.manager import STREAM
 from rlworker.rollouts.scoring.questions import LendFn, QuestionQueue
 from rlworker.rollouts.turn_queue import TurnQueue
-from rlworker.tracking.terminal import log_start
 
 if TYPE_CHECKING:
     from rlworker.rollouts.curriculum import Curriculum

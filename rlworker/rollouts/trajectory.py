@@ -14,9 +14,9 @@ from engines.batch.places import drop_firsts
 from engines.batch.samples import Completion, Sampling
 from engines.images import make_columns
 from hardware.megatron.form import NO_ROUTE
+from rlworker.base.errors import RunError
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
-from rlworker.errors import RunError
 
 if TYPE_CHECKING:
     from engines.models.vision.vision_spec import VisionSpec

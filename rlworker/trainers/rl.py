@@ -17,6 +17,8 @@ from rlworker.algorithms.advantages import AdvantageFn
 from rlworker.algorithms.distillation import add_reference, check_teachers
 from rlworker.algorithms.losses import Aggregation, token_mean
 from rlworker.algorithms.objective import make_objective
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER, log_start
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
@@ -25,14 +27,12 @@ from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, check_vocabulary, read_rows
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
-from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
 from rlworker.rollouts.running import make_codec, read_sources, running_loop, set_limits
 from rlworker.rollouts.scoring import check_served, start_groups
 from rlworker.rollouts.trajectory import batch_groups, replay_support
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
-from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.tracker import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits

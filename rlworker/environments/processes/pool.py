@@ -18,6 +18,8 @@ from ray.actor import ActorHandle
 from ray.cloudpickle.cloudpickle_fast import dumps
 from ray.exceptions import RayError, RayTaskError
 
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.process_state import explain
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
@@ -26,8 +28,6 @@ from rlworker.environments.processes.runner import Answers
 from rlworker.environments.processes.worker import EnvWorker
 from rlworker.environments.record import HELD, IDLE, Job, LostWorker, Reply
 from rlworker.environments.reward import Environment
-from rlworker.errors import RunError
-from rlworker.tracking.terminal import LOGGER
 
 ENVIRONMENT_LOG = "environment.log"
 """File in a run folder with everything that environments print and log. Every node but the driver's has a file of its

@@ -28,10 +28,10 @@ from support.environments.runners import (
 )
 
 from engines.batch.samples import Sampling
+from rlworker.base.errors import MONITOR, RunError
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, batch_reward, one_turn
 from rlworker.environments.record import LostWorker
-from rlworker.errors import MONITOR, RunError
 
 # Longer than a process waits for its turn on a busy machine.
 PATIENT = replace(LIMITS, time_limit_s=3.0)

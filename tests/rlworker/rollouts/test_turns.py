@@ -12,9 +12,9 @@ import pytest
 from support.environments.runners import LIMITS, LocalPool, make_rows, run_episodes, tell
 from support.environments.tool_functions import draw_slowly, fail
 
+from rlworker.base.errors import RunError
 from rlworker.environments import Episode
 from rlworker.environments.record import LostWorker
-from rlworker.errors import RunError
 
 HERE = __file__
 
