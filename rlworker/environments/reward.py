@@ -52,11 +52,10 @@ def is_batch(reward: Any) -> bool:
 
 
 def is_run_once(environment: Any) -> bool:
-    """Tell whether an environment, or the function behind it, says by ``runs_once = True`` that no episode of it may
-    run twice."""
-    while environment is not None and getattr(environment, "runs_once", False) is not True:
-        environment = getattr(environment, "func", None) or getattr(environment, "__wrapped__", None)
-    return environment is not None
+    """Tell whether an environment, or a function that it calls for rewards, says by ``runs_once = True`` that no
+    episode may run twice."""
+    functions = [environment.func] if isinstance(environment, partial) else getattr(environment, "scorers", ())
+    return getattr(environment, "runs_once", False) is True or any(map(is_run_once, functions))
 
 
 def exact_match(text: str, row: Row) -> float:
