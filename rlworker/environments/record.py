@@ -201,6 +201,10 @@ class Job(NamedTuple):
     group_size: int
 
 
+Answers = dict[int, Sample | Verdict]
+"""The samples and verdicts that an episode waits for, by the numbers of its asks and questions."""
+
+
 class Question(NamedTuple):
     """An episode's question to a served model.
 

@@ -17,7 +17,18 @@ from engines.batch.samples import Completion, Request
 from rlworker.base.errors import MONITOR, RunError
 from rlworker.base.terminal import LOGGER
 from rlworker.data.rows import Row
-from rlworker.environments.record import CONTEXT, HELD, Ask, Job, LostWorker, Sample, Segment, Trajectory, Verdict
+from rlworker.environments.record import (
+    CONTEXT,
+    HELD,
+    Answers,
+    Ask,
+    Job,
+    LostWorker,
+    Sample,
+    Segment,
+    Trajectory,
+    Verdict,
+)
 from rlworker.environments.reward import Environment, is_run_once
 from rlworker.rollouts.trajectory import Key, RolloutBatch
 
@@ -50,7 +61,7 @@ class EpisodeState:
         ask: what the process asked of the next sample; None while it asks for none.
         key: name of the request for that sample.
         open: number of samples and verdicts that have not come.
-        answers: number of an ask or question -> its sample or verdict, not sent to the process so far.
+        answers: samples and verdicts that have come and were not sent to the process so far.
         verdicts: number of a question -> name of the model, and verdict.
         trajectory: the finished trajectory; None until the episode has ended.
     """
@@ -68,7 +79,7 @@ class EpisodeState:
     ask: Ask | None = None
     key: Key = field(init=False)
     open: int = 0
-    answers: dict[int, Sample | Verdict] = field(default_factory=dict)
+    answers: Answers = field(default_factory=dict)
     verdicts: dict[int, tuple[str, Verdict]] = field(default_factory=dict)
     trajectory: Trajectory | None = None
 

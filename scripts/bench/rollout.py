@@ -58,7 +58,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.environments.processes.runner import EnvRunner
-from rlworker.environments.record import Job, Sample
+from rlworker.environments.record import Answers, Job, Sample
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.running import running_loop, set_limits
 from rlworker.rollouts.trajectory import batch_groups
@@ -252,7 +252,7 @@ def play_episodes(runner: EnvRunner, rows: list[Row], first: int, begin: Callabl
         Job(number, row, seed=(number - first,), sample=None, group=number, group_size=1)
         for number, row in zip(numbers, rows, strict=True)
     ]
-    answers: dict[int, dict[int, Sample]] = {}
+    answers: dict[int, Answers] = {}
     ids = np.arange(20, 20 + CALL_TOKENS, dtype=np.int32)
     ended = drawn = 0
     while ended < len(rows):

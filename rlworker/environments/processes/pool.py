@@ -24,9 +24,8 @@ from rlworker.cluster.process_state import explain
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.progress import NodeLost, WorkerNode, find_nodes
-from rlworker.environments.processes.runner import Answers
 from rlworker.environments.processes.worker import EnvWorker
-from rlworker.environments.record import HELD, IDLE, Job, LostWorker, Reply
+from rlworker.environments.record import HELD, IDLE, Answers, Job, LostWorker, Reply
 from rlworker.environments.reward import Environment
 
 ENVIRONMENT_LOG = "environment.log"

@@ -16,7 +16,7 @@ from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.episode import Episode, RewardError, read_parts
 from rlworker.environments.policy import Endpoint, EpisodeLimit, EpisodeLimits, NoVerdict, Policy, ToolFailure
 from rlworker.environments.processes.timing import ReportFn, RunningEpisode, StepTimer, TimedCoroutine, is_ours
-from rlworker.environments.record import Ask, FailureKind, Job, Question, Reply, Sample, Verdict
+from rlworker.environments.record import Answers, Ask, FailureKind, Job, Question, Reply, Sample, Verdict
 from rlworker.environments.reward import Environment, GroupCall, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 _TICK_S = 0.1
 
 _running: ContextVar[RunningEpisode | None] = ContextVar("running", default=None)
-
-
-Answers = Mapping[int, Sample | Verdict]
-"""What an episode waits for: number of an ask or question -> its sample or verdict."""
 
 
 class EnvRunner:

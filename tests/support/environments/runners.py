@@ -15,9 +15,9 @@ from recipes.common.addition import make_tokenizer
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
-from rlworker.environments.processes.runner import Answers, EnvRunner
+from rlworker.environments.processes.runner import EnvRunner
 from rlworker.environments.processes.worker import watch_runner
-from rlworker.environments.record import Job, LostWorker, Reply, Trajectory
+from rlworker.environments.record import Answers, Job, LostWorker, Reply, Trajectory
 from rlworker.environments.reward import Environment
 
 if TYPE_CHECKING:
