@@ -1,7 +1,7 @@
 """The driver's record of every running episode: what was written and sampled so far, and what it waits for.
 
 The environment runs in another process. When that process is lost, its unfinished episodes are run again from the
-beginning (``EpisodeState.run_again``). ``Losses`` decides which of them have failed.
+beginning. ``Losses`` decides which of them have failed.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class EpisodeState:
     Attributes:
         number: number of the episode, unique in a ``RolloutLoop``.
         batch: the rollout batch that the episode belongs to.
-        group: number of the first episode of the same prompt.
-        seed: seed of the episode's random numbers.
-        slot: index of the process that runs the environment; -1 until one is chosen.
         losses: the processes that were lost while they ran this episode, in all runs of it.
-        has_begun: whether a process was told to begin it.
+        row: the question.
+        group: number of the first episode of the same prompt.
+        seed: seed of the episode's random numbers, which follow from its place in the batch.
+        slot: index of the process that was told to begin it; -1 until one was.
         sequences: the segments of each sequence so far.
         turns: number of samples so far.
         ask: what the process asked of the next sample; None while it asks for none.
@@ -68,12 +68,11 @@ class EpisodeState:
 
     number: int
     batch: RolloutBatch
-    group: int
-    row: Row
-    seed: tuple[int, ...]
-    slot: int = -1
     losses: list[LostWorker] = field(default_factory=list)
-    has_begun: bool = False
+    row: Row = field(init=False)
+    group: int = field(init=False)
+    seed: tuple[int, ...] = field(init=False)
+    slot: int = -1
     sequences: list[list[Segment]] = field(init=False)
     turns: int = 0
     ask: Ask | None = None
@@ -84,24 +83,16 @@ class EpisodeState:
     trajectory: Trajectory | None = None
 
     def __post_init__(self):
+        place, count = self.number - self.batch.first, self.batch.sampling.count
+        self.row = self.batch.rows[place // count]
+        self.group = self.number - place % count
+        self.seed = (*self.batch.sampling.stream, place)
         self.sequences = [[Segment(self.row.prompt_ids, CONTEXT, self.row.images)]]
         self.key = self.batch.number, self.number, 0, 0
 
-    def run_again(self) -> EpisodeState:
-        """Make the next run of the episode."""
-        return EpisodeState(
-            self.number,
-            self.batch,
-            group=self.group,
-            row=self.row,
-            seed=self.seed,
-            slot=self.slot,
-            losses=self.losses,
-        )
-
-    def begin(self, group_size: int) -> Job:
+    def begin(self, slot: int, group_size: int) -> Job:
         """Make the job by which a process begins the episode, with a first sample that was drawn before."""
-        self.has_begun = True
+        self.slot = slot
         completion = self.batch.drawn.get(self.key)
         first = self.add_sample(completion, None) if completion else None
         return Job(self.number, self.row, self.seed, first, self.group, group_size)
@@ -158,20 +149,6 @@ class EpisodeState:
         if len(segments) > 1 or segments[0].token_ids is not ids:
             ids = tuple(np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments]).tolist())
         return Request(ids, sampling, images, self.batch.goes_first)
-
-
-def make_states(batch: RolloutBatch, slots: int | None) -> list[EpisodeState]:
-    """Make the states of all episodes of a batch. An episode's random numbers follow from its place in the batch.
-
-    Args:
-        slots: number of processes, over which the episodes are split evenly; None leaves the processes open.
-    """
-    count, seed, first = batch.sampling.count, batch.sampling.stream, batch.first
-    states, total = [], len(batch.rows) * count
-    for place in range(total):
-        row, slot = place // count, place * slots // total if slots else -1
-        states.append(EpisodeState(first + place, batch, first + row * count, batch.rows[row], (*seed, place), slot))
-    return states
 
 
 class Losses:

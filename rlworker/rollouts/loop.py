@@ -26,7 +26,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import POLL_S, ProcessPool
 from rlworker.environments.record import LostWorker, Question, Reply, Sample, Verdict
 from rlworker.environments.reward import Environment
-from rlworker.rollouts.episode_state import EpisodeState, Losses, NoteFn, make_states
+from rlworker.rollouts.episode_state import EpisodeState, Losses, NoteFn
 from rlworker.rollouts.scoring.questions import QuestionQueue
 from rlworker.rollouts.trajectory import Key, RolloutBatch, TrajectoryGroup
 
@@ -240,14 +240,15 @@ class RolloutLoop:
         self._queue.open(sampling, self._samples_first)
         self.questions.open(sampling.stream)
         batch.first = self._next_number
-        states = make_states(batch, None if self._samples_first else len(self._pool))
-        self._next_number += len(states)
+        total = len(batch.rows) * sampling.count
+        states = [EpisodeState(batch.first + place, batch) for place in range(total)]
+        self._next_number += total
         self._states |= {state.number: state for state in states}
         if self._samples_first:
             keys = [state.key for state in states[:: sampling.count]]
             return self._queue.submit(zip(keys, requests, strict=True))
-        for state in states:
-            self._new[state.slot].append(state)
+        for place, state in enumerate(states):
+            self._new[place * len(self._pool) // total].append(state)
 
     def _clear(self) -> None:
         slots = range(len(self._pool))
@@ -294,11 +295,7 @@ class RolloutLoop:
 
     def _take_loss(self, slot: int, lost: LostWorker) -> None:
         """Run the unfinished episodes of a lost process again, apart from those that fail with it."""
-        unfinished = [
-            state
-            for state in self._states.values()
-            if state.slot == slot and state.has_begun and self._is_running(state)
-        ]
+        unfinished = [state for state in self._states.values() if state.slot == slot and self._is_running(state)]
         failures = self._losses.explain_failures(slot, lost, unfinished)
         for state in unfinished:
             if state.number in failures:
@@ -307,7 +304,7 @@ class RolloutLoop:
 
         lost_runs = [state for state in unfinished if not state.trajectory]
         self._queue.abort([state.key for state in lost_runs if state.ask])
-        again = [state.run_again() for state in lost_runs]
+        again = [EpisodeState(state.number, state.batch, state.losses) for state in lost_runs]
         self._states |= {state.number: state for state in again}
         self._new[slot] = again + self._new[slot]
 
@@ -320,10 +317,7 @@ class RolloutLoop:
                 self._new[slot] += self._sampled_rows.popleft()
         new, self._new[slot] = self._new[slot], []
         sizes = Counter(state.group for state in new)
-        jobs = []
-        for state in new:
-            state.slot = slot
-            jobs.append(state.begin(sizes[state.group]))
+        jobs = [state.begin(slot, sizes[state.group]) for state in new]
         answered, self._answered[slot] = self._answered[slot], []
         answers = {}
         for state in filter(self._is_running, answered):
@@ -367,7 +361,7 @@ class RolloutLoop:
         state = self._states.get(number)
         if not state or state.key != key:
             return  # it has ended meanwhile, or runs again
-        if state.has_begun:
+        if state.slot >= 0:
             batch.drawn[key] = completions[0]
             return self._sampled.append((state, completions[0]))
         states = [self._states[number + place] for place in range(len(completions))]
