@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, cast
@@ -377,19 +378,21 @@ class RolloutLoop:
                 by_parser.setdefault(json.dumps(state.ask.parser), []).append((state, completion))
         for parser, of_parser in by_parser.items():
             name, tools = json.loads(parser) or ("", [])
-            self._parse(of_parser, name, tools)
+            if not name:
+                self._take_parsed(of_parser, [None] * len(of_parser))
+                continue
+            texts = self._codec.decode_samples([completion.token_ids for _, completion in of_parser])
+            self._queue.parse_tools(
+                texts,
+                name,
+                tools,
+                then=partial(self._take_parsed, of_parser),
+                otherwise=partial(self._take_back, of_parser),
+            )
 
-    def _parse(self, sampled: list[tuple[EpisodeState, Completion]], parser: str, tools: list) -> None:
-        if not parser:
-            return self._take_parsed(sampled, [None] * len(sampled))
-        texts = self._codec.decode_samples([completion.token_ids for _, completion in sampled])
-        self._queue.parse_tools(
-            texts,
-            parser,
-            tools,
-            then=lambda calls: self._take_parsed(sampled, calls),
-            otherwise=lambda: self._sampled.extend(sampled),
-        )
+    def _take_back(self, sampled: Sequence[tuple[EpisodeState, Completion]]) -> None:
+        """Take back samples whose engine was lost before it parsed them."""
+        self._sampled += sampled
 
     def _take_parsed(
         self, sampled: Sequence[tuple[EpisodeState, Completion]], calls: Sequence[ToolCalls | None]

@@ -149,9 +149,10 @@ def test_what_rays_memory_monitor_did_is_told(rows):
     assert first.failure == ("died", f"turn 0: its process {pool.fate}, and so in 3 runs") and second.failure is None
 
 
-def test_processes_that_are_lost_time_and_again_end_the_run(rows):
+@pytest.mark.parametrize("rounds", [range(9), (2, 4, 6)], ids=["at once", "before anything new is asked for"])
+def test_processes_that_are_lost_time_and_again_end_the_run(rows, rounds):
     with pytest.raises(RunError, match="environment worker 0 died, 3 times in a row, while no episode ran"):
-        run_episodes(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), rows)
+        run_episodes(LocalPool(chat, lose=dict.fromkeys(rounds, -1)), rows[2:3])
 
 
 async def misbehave(policy, row):
