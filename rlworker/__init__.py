@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engines.batch.batch import TrainBatch
     from engines.config import LoraConfig, MegatronConfig, OptimizerConfig, ServedModelConfig, VllmConfig
     from rlworker.algorithms import advantages, losses
+    from rlworker.base.errors import RunError
     from rlworker.cluster.worker_pool import keeping_workers
     from rlworker.config.algorithm import AlgorithmConfig, DistillConfig
     from rlworker.config.command_line import parse_config
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     )
     from rlworker.environments.parts import combine_parts
     from rlworker.environments.tools.calls import answer_calls
-    from rlworker.errors import RunError
     from rlworker.tracking.tracker import Tracker
     from rlworker.trainers.launch import launch, launch_supervised
     from rlworker.trainers.rl import Trainer
@@ -106,7 +106,7 @@ _HOMES = {
     ),
     "rlworker.environments.parts": ("combine_parts",),
     "rlworker.environments.tools.calls": ("answer_calls",),
-    "rlworker.errors": ("RunError",),
+    "rlworker.base.errors": ("RunError",),
     "rlworker.tracking.tracker": ("Tracker",),
     "rlworker.trainers.launch": ("launch", "launch_supervised"),
     "rlworker.trainers.rl": ("Trainer",),

@@ -12,21 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
 from tyro.conf import Positional
 
+from rlworker.base.errors import RunError
+from rlworker.base.findings import Finding, format_table
 from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.config.command_line import parse_config
 from rlworker.data.starters.new import Kind, make_starter
-from rlworker.errors import RunError
 from rlworker.tracking.report.compare import write_comparison
 from rlworker.tracking.report.page import write_report
 from rlworker.tracking.report.serve import serve_report
-
-if TYPE_CHECKING:
-    from rlworker.checks.trainer import Finding
 
 
 def report(run: Positional[Path], serve: bool = False, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -73,7 +70,7 @@ def check(config: CheckConfig) -> None:
     Args:
         config: Settings of the check.
     """
-    _, self_test, _ = _import_checks()
+    _, self_test = _import_checks()
     _print_findings(self_test.check_machine(config, _make_teller()), config.json)
 
 
@@ -156,15 +153,15 @@ def bisect(config: BisectConfig) -> None:
     Args:
         config: Settings of the comparison.
     """
-    comparison, *_ = _import_checks()
+    comparison, _ = _import_checks()
     _print_findings(comparison.run_bisect(config, _make_teller()), config.json)
 
 
 def _import_checks():
     """Import what starts engines and compares them, which takes seconds; other commands do without."""
-    from rlworker.checks import bisect, self_test, trainer
+    from rlworker.checks import bisect, self_test
 
-    return bisect, self_test, trainer
+    return bisect, self_test
 
 
 def _make_teller() -> Callable[[str], None]:
@@ -173,13 +170,10 @@ def _make_teller() -> Callable[[str], None]:
     return lambda line: print(f"{time.monotonic() - start:6.0f} s  {line}", file=sys.stderr, flush=True)
 
 
-def _print_findings(findings: "Sequence[Finding]", as_json: bool) -> None:
+def _print_findings(findings: Sequence[Finding], as_json: bool) -> None:
     """Print findings as a table or as JSON, and end the program with status 1 where one of them failed."""
-    *_, trainer = _import_checks()
-    text = (
-        json.dumps([asdict(finding) for finding in findings], indent=1) if as_json else trainer.format_table(findings)
-    )
-    print(text)
+    rows = [asdict(finding) for finding in findings]
+    print(json.dumps(rows, indent=1) if as_json else format_table(findings))
     sys.exit(any(finding.outcome == "FAILED" for finding in findings))
 
 

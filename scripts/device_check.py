@@ -71,11 +71,11 @@ def start_device(platform: str):
 
 def run_parts(device, parts: list[str], folder: Path, model: Path | None = None) -> list:
     """Run parts of the check in order; their findings. An error that a part raises is a line that failed."""
+    from rlworker.base.findings import format_table
     from rlworker.checks.device.attention import check_attention
     from rlworker.checks.device.contract import check_contract
     from rlworker.checks.device.engine import check_engine, check_memory, check_reads, joined_process
     from rlworker.checks.device.speed import check_speed
-    from rlworker.checks.trainer import format_table
 
     checks = {
         "attention": lambda: check_attention(device),

@@ -32,10 +32,10 @@ from unittest.mock import patch
 import psutil
 from kill_chain import compare_ends, make_config, read_metrics_without_times, reward
 
+from rlworker.base.errors import RunError
 from rlworker.config.run import RunConfig, TrainingConfig
 from rlworker.config.sections import EnvironmentConfig, RecoveryConfig
 from rlworker.config.sft import SftConfig
-from rlworker.errors import RunError
 
 STEPS = 5
 STALL_TIMEOUT_S = 20.0

@@ -129,7 +129,14 @@ def circle(edges: dict[Path, set[Path]]) -> list[Path]:
     return []
 
 
-@pytest.mark.parametrize("place_of", [lambda path: path.relative_to(ROOT), room_of], ids=["files", "rooms"])
+def wing_of(path: Path) -> Path:
+    """The folder of a package that a file lies in, with all folders in it."""
+    return Path(*path.relative_to(ROOT).parts[:2])
+
+
+@pytest.mark.parametrize(
+    "place_of", [lambda path: path.relative_to(ROOT), room_of, wing_of], ids=["files", "rooms", "wings"]
+)
 def test_no_imports_in_a_circle(place_of):
     """Imports in functions count too, since they only hide a circle until someone moves them; and imports for type
     checkers, since a reader of either file needs the other."""

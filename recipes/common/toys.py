@@ -19,11 +19,11 @@ from hardware.platforms import get_platform
 from rlworker import DataConfig, RunConfig, TrainBatch, Trainer, advantages, exact_match, launch, parse_config
 from rlworker.algorithms.distillation import reverse_kl
 from rlworker.algorithms.objective import configure_advantage
+from rlworker.base.terminal import log_start
 from rlworker.cluster.ray import running_ray
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.report.page import format_report
 from rlworker.tracking.run_folder import RunFolder
-from rlworker.tracking.terminal import log_start
 from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.stop import Stop, graceful_stop
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engines.batch.batch import TrainBatch
 from rlworker.algorithms.losses import KlEstimate, kl_k1
-from rlworker.errors import RunError
+from rlworker.base.errors import RunError
 
 _torch = cast(Any, torch)
 """Torch with its multi-tensor operations, which it leaves out of its types."""

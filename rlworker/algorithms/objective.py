@@ -15,9 +15,9 @@ from rlworker.algorithms import advantages, losses
 from rlworker.algorithms.advantages import AdvantageFn, add_kl_penalty, add_overlong_penalty, limit_episodes
 from rlworker.algorithms.losses import Aggregation, Correction, KlEstimate, policy_loss, value_loss
 from rlworker.algorithms.passing import PassedFunction
+from rlworker.base.errors import RunError
 from rlworker.config.algorithm import Algorithm, AlgorithmConfig, Importance, split_importance
 from rlworker.config.run import RunConfig
-from rlworker.errors import RunError
 
 _CLIPS = dict(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
 """Clips for a user's loss that has parameters for them, where no setting sets them."""

@@ -22,6 +22,7 @@ from engines.batch.samples import Request, Sampling
 from engines.images import make_columns
 from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
+from rlworker.base.findings import Finding
 from rlworker.checks.config import BisectConfig, CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.reference.huggingface import (
@@ -31,7 +32,7 @@ from rlworker.checks.reference.huggingface import (
     open_images,
     score_tokens,
 )
-from rlworker.checks.trainer import CheckedTrainer, Finding
+from rlworker.checks.trainer import CheckedTrainer
 from rlworker.validation.program import find_weights
 
 _FACTORS = {"float32": 4.0, "bfloat16": 1.5}

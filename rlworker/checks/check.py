@@ -13,10 +13,11 @@ from engines.batch.samples import Request, Sampling
 from engines.batch.shard import get_logprobs
 from hardware.megatron.form import NO_ROUTE
 from hardware.platforms import get_platform
+from rlworker.base.findings import Finding
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.reference.huggingface import compare_outputs, probe_loss
-from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer, Finding, judge_outputs, list_platform_limits
+from rlworker.checks.trainer import TRAINER_CHECKS, CheckedTrainer, judge_outputs, list_platform_limits
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.watch import describe_lost, find_lost
 from rlworker.rollouts.trajectory import replay_support, to_batch

@@ -12,13 +12,14 @@ from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from engines.probes.faults import ADAPTER_FAULTS, FAULTS, REAL_FAULTS, Fault, collect_faults, list_real_faults
 from hardware.platforms import get_platform
+from rlworker.base.findings import Finding
 from rlworker.checks import check
 from rlworker.checks.check import check_all, send_weights
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.context import CheckedEngines, start_engines
 from rlworker.checks.shapes.family import check_family
 from rlworker.checks.tiny.models import Tiny, make_tiny_family, make_tiny_model
-from rlworker.checks.trainer import Finding, list_kinds, list_platform_limits
+from rlworker.checks.trainer import list_kinds, list_platform_limits
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
 

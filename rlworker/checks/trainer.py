@@ -5,11 +5,11 @@ Nothing here needs Ray or a rollout engine: ``rlworker check`` runs these checks
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hardware.attention.mask_spec import LayoutKind
 from hardware.attention.rules import CAUSAL, Rule
 from hardware.platform import Platform, describe
 from hardware.platforms import get_platform
+from rlworker.base.findings import Finding
 from rlworker.checks.case import Case
 from rlworker.checks.reference.ensemble import Reference
 from rlworker.checks.reference.huggingface import compare_outputs, probe_loss
@@ -57,34 +58,6 @@ LIMITS = {
 ``|difference| / |gradient|`` of a tensor, and the relative difference that one layer's rounding adds to a token's
 hidden state. For rollout - trainer logprobs: the mean absolute difference, the absolute mean, and the largest. Rounding
 has both signs, so the absolute mean finds a bias."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row of the report.
-
-    Attributes:
-        check: name of the check. where: layout, rule or engine.
-        outcome: "ok", "FAILED", or "refused" if the capability table refuses the case: then nothing was run, and
-            nothing is wrong.
-        text: the result in words. evidence: level of proof (``Platform.evidence``), or "table".
-    """
-
-    check: str
-    where: str
-    outcome: Literal["ok", "FAILED", "refused"]
-    text: str
-    evidence: str
-
-
-def format_table(findings: Iterable[Finding]) -> str:
-    """Format findings as a table, one row each."""
-    rows = [("check", "where", "outcome", "evidence", "found")]
-    rows += [(f.check, f.where, f.outcome, f.evidence, f.text) for f in findings]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths)), text]) for *cells, text in rows
-    )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from rlworker.base.errors import RunError
 from rlworker.cluster.placement import DeviceSlot
-from rlworker.errors import RunError
 
 
 def list_engine_slots(ranks: Sequence[DeviceSlot], engines: int, devices: int) -> list[DeviceSlot]:

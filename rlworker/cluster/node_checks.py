@@ -17,9 +17,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from engines.models.hub import find_here, name_snapshot
+from rlworker.base.errors import RunError
 from rlworker.cluster.placement import list_nodes, pin_to
 from rlworker.cluster.process_state import explain, get_last_line
-from rlworker.errors import RunError
 
 _ANSWER_S = 300.0
 """Seconds that a node may take to answer, which includes the start of a process there."""

@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hardware.platform import Platform, list_ray_resources
 from hardware.platforms import get_platform
-from rlworker.errors import RunError
+from rlworker.base.errors import RunError
 
 
 @dataclass(frozen=True)

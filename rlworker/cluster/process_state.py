@@ -29,8 +29,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from rlworker.base.errors import MONITOR
 from rlworker.cluster.placement import pin_to
-from rlworker.errors import MONITOR
 
 _LOOKS, _LOOK_S = 20, 0.05
 """Number of looks at a process, and seconds between two looks."""

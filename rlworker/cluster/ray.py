@@ -18,10 +18,10 @@ from ray.exceptions import RayError
 
 from hardware.platform import list_ray_resources
 from hardware.platforms import get_platform
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.process_state import explain, get_last_line
 from rlworker.cluster.weights.sender import BUCKET_BYTES
-from rlworker.errors import RunError
-from rlworker.tracking.terminal import LOGGER
 
 _ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
 """Variable with the number of times that Ray tries to connect to a cluster; each attempt takes 41 s where nothing

@@ -16,12 +16,12 @@ from engines.batch.balance import balance_costs
 from engines.batch.samples import make_seed
 from engines.config import VllmConfig
 from engines.models.spec import ModelSpec
+from rlworker.base.errors import RunError
 from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.process_state import UNREACHED, is_lost
 from rlworker.cluster.watch import find_lost, unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import RolloutWorker
-from rlworker.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

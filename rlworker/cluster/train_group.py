@@ -18,13 +18,13 @@ from engines.megatron.memory.activations import count_copied_slots
 from engines.weight_digest import DigestPlan
 from hardware.platform import Platform
 from hardware.platforms import get_platform
+from rlworker.base.digests import FileDigest
 from rlworker.cluster.placement import DeviceSlot
 from rlworker.cluster.watch import unwatch_workers, wait_for, watch_workers
 from rlworker.cluster.weights.receiver import find_receivers
 from rlworker.cluster.weights.sender import BUCKET_BYTES
 from rlworker.cluster.worker_pool import end_workers, start_workers
 from rlworker.cluster.workers import Role, TrainWorker
-from rlworker.tracking.digests import FileDigest
 
 P = ParamSpec("P")
 R = TypeVar("R")

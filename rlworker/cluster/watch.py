@@ -11,6 +11,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
+from rlworker.base.errors import MONITOR, RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.process_state import (
     DRIVER_LOST,
     LOSSES,
@@ -20,8 +22,6 @@ from rlworker.cluster.process_state import (
     is_computing,
     is_lost,
 )
-from rlworker.errors import MONITOR, RunError
-from rlworker.tracking.terminal import LOGGER
 
 LIVENESS = "liveness"
 """Concurrency group of every watched worker, in which it answers while another call runs."""

@@ -23,11 +23,11 @@ from engines.config import MegatronConfig, VllmConfig
 from engines.models.folders.hf_folder import save_hf_folder
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
+from rlworker.base.digests import FileDigest, digest_files
 from rlworker.cluster.placement import DeviceSlot, find_interfaces
 from rlworker.cluster.ray import pausing_collection
 from rlworker.cluster.weights.receiver import Receiver, WeightReceiver
 from rlworker.cluster.weights.sender import WeightSender
-from rlworker.tracking.digests import FileDigest, digest_files
 
 if TYPE_CHECKING:
     from engines.batch.shard import Outputs, Shard

@@ -14,9 +14,9 @@ import tyro
 from engines.config import ServedModelConfig
 from engines.validation import option
 from hardware.platforms import PLATFORMS
+from rlworker.base.errors import show_settings_errors
 from rlworker.config.algorithm import Algorithm
 from rlworker.config.run import RunConfig, TrainingConfig
-from rlworker.errors import show_settings_errors
 
 show_settings_errors()  # a recipe makes its default settings next
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlworker.base.terminal import LOGGER
 from rlworker.config.sections import DataConfig
-from rlworker.tracking.terminal import LOGGER
 
 _SHOWN = 10
 """Number of bad rows that a message lists."""

@@ -1,13 +1,12 @@
 """The trajectory of an episode, and the messages between the driver and the processes that run environments.
 
-The driver sends a process jobs to begin, and the samples that its episodes wait for. The process answers with a
-``Reply``.
+The driver sends a process jobs to begin, and the samples and verdicts that its episodes wait for. The process answers
+with a ``Reply``.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum, isclose
@@ -138,8 +137,8 @@ class ToolCall:
 
     Attributes:
         name: name of the tool. arguments: name of an argument -> value.
-        id: nine letters and digits, as some chat templates demand, by which a result names its call; the same where
-            the episode is begun anew.
+        id: nine letters and digits, as some chat templates demand, by which a result names its call; the same if the
+            episode is run again.
     """
 
     name: str
@@ -190,28 +189,27 @@ class Job(NamedTuple):
 
     Attributes:
         number: number of the episode. row: the question. seed: seed of the episode's random numbers.
-        samples: the samples so far, each with the digest of the context that it followed; empty unless it is begun
-            anew.
-        tools: number of a tool call -> its pickled outcome, for the tool calls so far.
+        sample: the first sample, if it was drawn before; it continues the row's prompt.
         group: number of the first episode of the same prompt. group_size: number of episodes of the prompt.
-        verdicts: number of a question -> its verdict, for the questions so far.
     """
 
     number: int
     row: Row
     seed: tuple[int, ...]
-    samples: Sequence[tuple[int, Sample]]
-    tools: dict[int, bytes]
+    sample: Sample | None
     group: int
     group_size: int
-    verdicts: dict[int, Verdict]
+
+
+Answers = dict[int, Sample | Verdict]
+"""The samples and verdicts that an episode waits for, by the numbers of its asks and questions."""
 
 
 class Question(NamedTuple):
     """An episode's question to a served model.
 
     Attributes:
-        number: number of the episode. call: number of the question in it.
+        number: number of the episode. call: number of the question among all that the episode asks for.
         model: name of the model.
         content: fields of a judge's prompt by name; for a classifier a text, or chat messages.
     """
@@ -226,7 +224,7 @@ class Ask(NamedTuple):
     """An episode's request for a sample.
 
     Attributes:
-        number: number of the episode.
+        number: number of the episode. call: number of the request among all that the episode asks for.
         is_fork: whether ``context`` begins a new sequence.
         context: the tokens since the last sample, or with ``is_fork`` the whole new sequence.
         max_tokens: most tokens of the sample.
@@ -236,6 +234,7 @@ class Ask(NamedTuple):
     """
 
     number: int
+    call: int
     is_fork: bool
     context: Segment
     max_tokens: int
@@ -249,17 +248,13 @@ class Reply:
     """A reply of a process to the driver.
 
     Attributes:
-        asks: requests of the episodes that wait for a sample.
-        questions: questions of the episodes that wait for a verdict.
+        asks: requests for samples and questions, of the episodes that wait for them.
         results: number of an ended episode -> fields of its ``Trajectory``, except row and sequences.
-        tools: for each tool call that ended, number of the episode, number of the call and pickled outcome.
         runs_on: whether some episodes still run, neither waiting for a sample or a verdict nor ended.
     """
 
-    asks: list[Ask] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
+    asks: list[Ask | Question] = field(default_factory=list)
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    tools: list[tuple[int, int, bytes]] = field(default_factory=list)
     runs_on: bool = False
 
 
@@ -269,15 +264,16 @@ class LostWorker:
 
     Attributes:
         name: name of the process in messages. fate: how it ended.
-        number, turn: the episode that it was running, and the turn; ``IDLE`` and 0 where it ran none.
-        where: the line at which an environment held it; empty where that is not known.
+        number: the episode that it was running; ``IDLE`` if it ran none.
+        where: the line at which an environment held it; empty if that is not known.
+        has_begun: whether it may have begun its episodes.
     """
 
     name: str
     fate: str
     number: int
-    turn: int
-    where: str
+    where: str = ""
+    has_begun: bool = True
 
 
 def is_pass(reward: float, pass_reward: float) -> bool:
@@ -288,8 +284,3 @@ def is_pass(reward: float, pass_reward: float) -> bool:
 def name_call(turn: int, number: int) -> str:
     """Return the id of a turn's tool call, both from 0: nine letters and digits."""
     return f"call{turn % 1000:03}{number % 100:02}"
-
-
-def digest_ids(token_ids: Sequence[int] | np.ndarray) -> int:
-    """Compute a checksum of ids, which tells whether an episode that is begun anew makes the same context."""
-    return zlib.crc32(np.asarray(token_ids, dtype=np.int32).tobytes()) if len(token_ids) else 0

@@ -51,6 +51,13 @@ def is_batch(reward: Any) -> bool:
     return getattr(reward, "batch", False) is True or (isinstance(reward, partial) and is_batch(reward.func))
 
 
+def is_run_once(environment: Any) -> bool:
+    """Tell whether an environment, or a function that it calls for rewards, says by ``runs_once = True`` that no
+    episode may run twice."""
+    functions = [environment.func] if isinstance(environment, partial) else getattr(environment, "scorers", ())
+    return getattr(environment, "runs_once", False) is True or any(map(is_run_once, functions))
+
+
 def exact_match(text: str, row: Row) -> float:
     """Return 1 where the completion equals the row's answer, apart from white space around both, else 0."""
     return float(text.strip() == row.answer.strip())

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, cast
@@ -24,11 +25,11 @@ from rlworker.cluster.watch import wait_until
 from rlworker.data.rows import Row
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import POLL_S, ProcessPool
-from rlworker.environments.record import LostWorker, Reply
+from rlworker.environments.record import LostWorker, Question, Reply, Sample, Verdict
 from rlworker.environments.reward import Environment
-from rlworker.rollouts.episode_state import EpisodeState, EpisodeStates, NoteFn, make_states
+from rlworker.rollouts.episode_state import EpisodeState, Losses, NoteFn
 from rlworker.rollouts.questions import Questions
-from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup
+from rlworker.rollouts.trajectory import Key, RolloutBatch, TrajectoryGroup
 
 if TYPE_CHECKING:
     from engines.vllm.tools import ToolCalls
@@ -68,8 +69,8 @@ class RolloutLoop:
     ):
         self._pool, self._rollouts, self._queue, self._codec, self._default = pool, rollouts, queue, codec, default
         self.questions = questions or Questions()
+        self._environment = environment
         self._samples_first = getattr(environment, "samples_first", False)
-        self._scores_groups = getattr(environment, "scores_groups", False)
         self._note_lost: NoteFn | None = None
         self._batch_numbers, self._next_number = count(), 0
         self.environment_seconds = 0.0
@@ -81,11 +82,8 @@ class RolloutLoop:
         if self._thread:
             self._thread.start()
 
-    def repeat_lost(self, note: NoteFn, stall_timeout_s: float) -> None:
-        """Make the episodes of a process that dies or hangs begin anew in another process, from now on.
-
-        Without this call, the episode that a lost process ran fails at once. With it, an episode fails only where the
-        next process is lost at it too.
+    def note_lost(self, note: NoteFn, stall_timeout_s: float) -> None:
+        """Count processes that die or hang as outages of the run, from now on.
 
         Args:
             note: is told ``{process: how it ended}``, and raises where the run may not go on.
@@ -210,15 +208,16 @@ class RolloutLoop:
         """Take what processes and engines have, send them what is due, and wait a moment for more."""
         for slot, reply in self._pool.poll().items():
             self._take_reply(slot, reply)
+        self._parse_samples()  # which were drawn before
         for slot in sorted(self._free):
             self._send(slot)
         is_idle = len(self._free) == len(self._pool)
-        for number, call, verdict in self.questions.collect(is_idle):
+        for state, question, verdict in self.questions.collect(is_idle):
             is_idle = False  # until the episodes that were waiting for it have gone on
-            if self._states.add_verdict(number, call, verdict):
-                self._answered[self._states[number].slot].append(number)
-        for (batch_number, number), completions in self._queue.collect(is_idle and not self.questions.is_open):
-            self._take_samples(self._batches[batch_number], number, completions)
+            state.verdicts[question.call] = question.model, verdict
+            self._answer(state, question.call, verdict)
+        for key, completions in self._queue.collect(is_idle and not self.questions.is_open):
+            self._take_samples(key, completions)
         self._parse_samples()
         for slot in sorted(self._free):
             self._send(slot)
@@ -238,28 +237,30 @@ class RolloutLoop:
         requests = [Request(row.prompt_ids, sampling, row.images, batch.goes_first) for row in batch.rows]
         if not batch.has_episodes:
             queue = cast("RequestQueue", self._queue)
-            return queue.submit_to_each([((batch.number, i), request) for i, request in enumerate(requests)])
+            return queue.submit_to_each([((batch.number, i, 0, 0), request) for i, request in enumerate(requests)])
         self._queue.open(sampling, self._samples_first)
         self.questions.open(sampling.stream)
         batch.first = self._next_number
-        states = make_states(batch, None if self._samples_first else len(self._pool))
-        self._next_number += len(states)
-        self._states.add(states)
+        total = len(batch.rows) * sampling.count
+        states = [EpisodeState(batch.first + place, batch) for place in range(total)]
+        self._next_number += total
+        self._states |= {state.number: state for state in states}
         if self._samples_first:
-            groups = range(batch.first, self._next_number, sampling.count)
-            return self._queue.submit(((batch.number, group), one) for group, one in zip(groups, requests, strict=True))
-        for state in states:
-            self._new[state.slot].append(state)
+            keys = [state.key for state in states[:: sampling.count]]
+            return self._queue.submit(zip(keys, requests, strict=True))
+        for place, state in enumerate(states):
+            self._new[place * len(self._pool) // total].append(state)
 
     def _clear(self) -> None:
         slots = range(len(self._pool))
         self.questions.reset()
         self._batches: dict[int, RolloutBatch] = {}
-        self._states = EpisodeStates(self._default, self._note_lost, self._scores_groups)
+        self._states: dict[int, EpisodeState] = {}
+        self._losses = Losses(self._environment, self._note_lost)
         self._free, self._run_on = set(slots), set[int]()
         self._sampled_rows = deque[list[EpisodeState]]()  # groups whose first samples are there, for any process
         self._new: list[list[EpisodeState]] = [[] for _ in slots]
-        self._answered: list[list[int]] = [[] for _ in slots]
+        self._answered: list[list[EpisodeState]] = [[] for _ in slots]
         self._sampled: list[tuple[EpisodeState, Completion]] = []
 
     # -- processes
@@ -268,82 +269,135 @@ class RolloutLoop:
         self._free.add(slot)
         self._run_on.discard(slot)
         if isinstance(reply, LostWorker):
-            ended = self._states.handle_lost_worker(reply)
-            self._new[slot] = self._states.list_living(slot)
-            return self._end(ended)
-        self._queue.submit(self._states.take(reply))
-        for batch, question in self._states.take_questions(reply):
-            self.questions.submit(batch, question)
-        # Where it was begun anew, a sample or a verdict may have come before it asked again.
-        self._answered[slot] += [asked.number for asked in (*reply.asks, *reply.questions)]
+            return self._take_loss(slot, reply)
+        ended = [self._states[number] for number in reply.results]
+        for state in ended:
+            state.end(self._default, **reply.results[state.number])
+        requests = []
+        for ask in reply.asks:
+            state = self._states[ask.number]
+            if state.trajectory:
+                continue  # a task of the episode had asked, and it ended without waiting
+            state.open += 1
+            if isinstance(ask, Question):
+                self.questions.submit(state, ask)
+                continue
+            request = state.add_ask(ask)
+            if drawn := state.batch.drawn.get(state.key):  # in a run before
+                self._sampled.append((state, drawn))
+            else:
+                requests.append((state.key, request))
+        self._queue.submit(requests)
+        if requests or ended:
+            self._losses.note_progress(slot)
         if reply.runs_on:
             self._run_on.add(slot)
-        self._end(list(reply.results))
+        self._end(ended)
+
+    def _take_loss(self, slot: int, lost: LostWorker) -> None:
+        """Run the unfinished episodes of a lost process again, apart from those that fail with it."""
+        unfinished = [state for state in self._states.values() if state.slot == slot and self._is_running(state)]
+        failures = self._losses.explain_failures(slot, lost, unfinished)
+        for state in unfinished:
+            if state.number in failures:
+                state.end(self._default, failure=failures[state.number])
+        self._end([state for state in unfinished if state.trajectory])
+
+        lost_runs = [state for state in unfinished if not state.trajectory]
+        self._queue.abort([state.key for state in lost_runs if state.ask])
+        again = [EpisodeState(state.number, state.batch, state.losses) for state in lost_runs]
+        self._states |= {state.number: state for state in again}
+        self._new[slot] = again + self._new[slot]
 
     def _send(self, slot: int) -> None:
-        """Send a process jobs to begin, or samples that it waits for; else let it go on, where it has not settled."""
+        """Send a process episodes to begin, and answers that it waits for; else let it go on, if it has not settled."""
         if self._sampled_rows and not self._new[slot]:
             # Ever smaller parts, so that no process waits long for a slow one.
             parts = 1 if len(self._pool) == 1 else 2 * len(self._pool)
             for _ in range(-(-len(self._sampled_rows) // parts)):
                 self._new[slot] += self._sampled_rows.popleft()
-        new, self._new[slot] = [state for state in self._new[slot] if state.trajectory is None], []
-        for state in new:
-            state.slot = slot
-        jobs, samples, verdicts = self._states.begin(new), {}, {}
-        if not jobs:
-            answered, self._answered[slot] = dict.fromkeys(self._answered[slot]), []
-            samples, verdicts = self._states.address([one for one in answered if one in self._states])
-        if jobs or samples or verdicts or slot in self._run_on:
+        new, self._new[slot] = self._new[slot], []
+        sizes = Counter(state.group for state in new)
+        jobs = [state.begin(slot, sizes[state.group]) for state in new]
+        answered, self._answered[slot] = self._answered[slot], []
+        answers = {}
+        for state in filter(self._is_running, answered):
+            answers[state.number], state.answers = state.answers, {}
+        if jobs or answers or slot in self._run_on:
             self._free.discard(slot)
-            self._pool.begin(slot, jobs, samples, self._queue.longest_s, verdicts)
+            self._pool.begin(slot, jobs, answers, self._queue.longest_s)
 
-    def _end(self, numbers: Sequence[int]) -> None:
+    def _answer(self, state: EpisodeState, call: int, answer: Sample | Verdict) -> None:
+        """Take an answer to a run of an episode. Its process is sent all of them at once, when the last has come."""
+        if not self._is_running(state):
+            return
+        state.answers[call] = answer
+        state.open -= 1
+        if not state.open:
+            self._answered[state.slot].append(state)
+
+    def _is_running(self, state: EpisodeState) -> bool:
+        """Tell whether a run of an episode goes on: neither has it ended, nor another run taken its place."""
+        return self._states.get(state.number) is state and state.trajectory is None
+
+    def _end(self, ended: Sequence[EpisodeState]) -> None:
         """Note that episodes have ended, and collect the groups that are whole."""
-        ended = [self._states[number] for number in numbers]
-        if aborted := [(state.batch.number, state.number) for state in ended if state.is_asked]:
+        if aborted := [state.key for state in ended if state.ask]:
             self._queue.abort(aborted)
         for group, batch in {state.group: state.batch for state in ended}.items():
-            members = range(group, group + batch.sampling.count)
-            if all(self._states[member].trajectory for member in members):
-                place = (group - batch.first) // batch.sampling.count
-                batch.add(place, [self._states.collect(member) for member in members])
+            members = [self._states[number] for number in range(group, group + batch.sampling.count)]
+            if not all(member.trajectory for member in members):
+                continue
+            for member in members:
+                self._losses.report(member)
+                del self._states[member.number]
+            batch.add((group - batch.first) // batch.sampling.count, [member.trajectory for member in members])
 
     # -- samples
 
-    def _take_samples(self, batch: RolloutBatch, number: int, completions: list[Completion]) -> None:
+    def _take_samples(self, key: Key, completions: list[Completion]) -> None:
+        batch, number = self._batches[key[0]], key[1]
         if not batch.has_episodes:
             return batch.add(number, completions)
-        if number not in self._states or (state := self._states[number]).trajectory:
-            return  # it has ended meanwhile
+        state = self._states.get(number)
+        if not state or state.key != key:
+            return  # it has ended meanwhile, or runs again
         if state.slot >= 0:
+            batch.drawn[key] = completions[0]
             return self._sampled.append((state, completions[0]))
         states = [self._states[number + place] for place in range(len(completions))]
-        for state, completion in zip(states, completions, strict=True):
-            state.add_sample(completion, None)
+        batch.drawn |= {state.key: completion for state, completion in zip(states, completions, strict=True)}
         self._sampled_rows.append(states)
 
     def _parse_samples(self) -> None:
         """Hand samples on, those with a parser once it has found their tool calls."""
         sampled, self._sampled = self._sampled, []
-        by_parser: dict[tuple[str, str], list[tuple[EpisodeState, Completion]]] = {}
+        by_parser: dict[str, list[tuple[EpisodeState, Completion]]] = {}
         for state, completion in sampled:
-            parser, tools = state.parser or ("", ())
-            by_parser.setdefault((parser, json.dumps(tools)), []).append((state, completion))
-        for (parser, tools), found in by_parser.items():
-            self._parse(found, parser, json.loads(tools))
+            if self._is_running(state) and state.ask:
+                by_parser.setdefault(json.dumps(state.ask.parser), []).append((state, completion))
+        for parser, of_parser in by_parser.items():
+            name, tools = json.loads(parser) or ("", [])
+            if not name:
+                self._take_parsed(of_parser, [None] * len(of_parser))
+                continue
+            texts = self._codec.decode_samples([completion.token_ids for _, completion in of_parser])
+            self._queue.parse_tools(
+                texts,
+                name,
+                tools,
+                then=partial(self._take_parsed, of_parser),
+                otherwise=partial(self._take_back, of_parser),
+            )
 
-    def _parse(self, found: list[tuple[EpisodeState, Completion]], parser: str, tools: list) -> None:
-        if not parser:
-            return self._answer(found, [None] * len(found))
-        self._queue.parse_tools(
-            *(self._codec.decode_samples([completion.token_ids for _, completion in found]), parser, tools),
-            then=lambda calls: self._answer(found, calls),
-            otherwise=lambda: self._sampled.extend(found),
-        )
+    def _take_back(self, sampled: Sequence[tuple[EpisodeState, Completion]]) -> None:
+        """Take back samples whose engine was lost before it parsed them."""
+        self._sampled += sampled
 
-    def _answer(self, found: Sequence[tuple[EpisodeState, Completion]], calls: Sequence[ToolCalls | None]) -> None:
-        for (state, completion), found_calls in zip(found, calls, strict=True):
-            if state.number in self._states and state.trajectory is None:
-                state.add_sample(completion, found_calls)
-                self._answered[state.slot].append(state.number)
+    def _take_parsed(
+        self, sampled: Sequence[tuple[EpisodeState, Completion]], calls: Sequence[ToolCalls | None]
+    ) -> None:
+        for (state, completion), found_calls in zip(sampled, calls, strict=True):
+            if self._is_running(state) and state.ask:
+                call = state.ask.call
+                self._answer(state, call, state.add_sample(completion, found_calls))

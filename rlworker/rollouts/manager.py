@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from engines.batch.batch import TrainBatch
 from engines.batch.samples import Sampling
+from rlworker.base.errors import NothingScored, RunError
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, pick_rows
 from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG
-from rlworker.errors import NothingScored, RunError
 from rlworker.rollouts.loop import RolloutLoop
 from rlworker.rollouts.metrics import SAMPLES_KEPT, Scores, describe_trajectory, score_groups, summarise_groups
 from rlworker.rollouts.trajectory import RolloutBatch, TrajectoryGroup, batch_groups, has_zero_variance

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # a run that serves no model starts no engines of one
     from ray.exceptions import RayError
 
     from rlworker.cluster.rollout_group import Rollouts
-    from rlworker.rollouts.trajectory import RolloutBatch
+    from rlworker.rollouts.episode_state import EpisodeState
 
 
 class Questions:
@@ -25,7 +25,7 @@ class Questions:
     def __init__(self) -> None:
         self.groups: Mapping[str, Rollouts] = {}
         self.seconds = 0.0
-        self._done: list[tuple[int, int, Verdict]] = []
+        self._done: list[tuple[EpisodeState, Question, Verdict]] = []
 
     def reset(self) -> None:
         """Forget all questions; answers that are on their way are ignored, and whoever goes back gives out devices."""
@@ -37,11 +37,11 @@ class Questions:
     def keep(self, batches: Container[int]) -> None:
         """Forget the verdicts of all batches but those with these numbers."""
 
-    def submit(self, batch: RolloutBatch, question: Question) -> None:
-        """Take a question, to be asked unless an equal one of the batch was."""
+    def submit(self, state: EpisodeState, question: Question) -> None:
+        """Take a question of an episode, to be asked unless an equal one of the batch was."""
         has = f"has {', '.join(self.groups)}" if self.groups else "has none"
         error = f"no model is called {question.model!r}, the run {has}; set --models.{question.model}.model"
-        self._done.append((question.number, question.call, Verdict(error=error)))
+        self._done.append((state, question, Verdict(error=error)))
 
     @property
     def is_open(self) -> bool:
@@ -53,8 +53,8 @@ class Questions:
         """Ray's references of the open calls, to wait for."""
         return []
 
-    def collect(self, is_idle: bool) -> list[tuple[int, int, Verdict]]:
-        """Ask what may be asked, and return the verdicts that have come: episode, number of the question, verdict.
+    def collect(self, is_idle: bool) -> list[tuple[EpisodeState, Question, Verdict]]:
+        """Ask what may be asked, and return the verdicts that have come, each with its episode and question.
 
         Args:
             is_idle: whether no episode runs.

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from engines.models.spec import ModelSpec
+from rlworker.base.terminal import log_start
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.config.run import RunConfig
 from rlworker.data import make_image_reader
@@ -21,7 +22,6 @@ from rlworker.rollouts.manager import STREAM
 from rlworker.rollouts.questions import Questions
 from rlworker.rollouts.scoring import make_questions
 from rlworker.rollouts.turn_queue import TurnQueue
-from rlworker.tracking.terminal import log_start
 
 if TYPE_CHECKING:
     from rlworker.rollouts.curriculum import Curriculum

@@ -14,16 +14,16 @@ from engines.batch.places import drop_firsts
 from engines.batch.samples import Completion, Sampling
 from engines.images import make_columns
 from hardware.megatron.form import NO_ROUTE
+from rlworker.base.errors import RunError
 from rlworker.data.rows import Row
 from rlworker.environments.record import CONTEXT, Segment, Trajectory
-from rlworker.errors import RunError
 
 if TYPE_CHECKING:
     from engines.models.vision.vision_spec import VisionSpec
 
-Key = tuple[int, int]
-"""Name of a request: number of its rollout batch; then number of the episode, or of the prompt's first episode, or of
-the row where no environment runs."""
+Key = tuple[int, int, int, int]
+"""Name of a request: number of its rollout batch; number of the episode, or of the prompt's first episode, or of the
+row if no environment runs; number of the turn; and hash of the request, 0 if it continues a row's prompt."""
 TrajectoryGroup = list[Trajectory]
 """The trajectories of a prompt's G episodes."""
 
@@ -38,6 +38,7 @@ class RolloutBatch:
         goes_first: whether its requests are sampled before all others that have not begun.
         has_episodes: False where rows are sampled without an environment.
         first: number of its first episode.
+        drawn: the samples of its episodes so far. An episode that runs again is given those that it asks for again.
         groups: ``[P]``, each a ``TrajectoryGroup``, completions if no environment runs, or None until it has come.
     """
 
@@ -47,6 +48,7 @@ class RolloutBatch:
     goes_first: bool = False
     has_episodes: bool = True
     first: int = 0
+    drawn: dict[Key, Completion] = field(default_factory=dict)
     groups: list[Any] = field(default_factory=list)
 
     def __post_init__(self):

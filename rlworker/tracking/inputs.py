@@ -15,9 +15,9 @@ from engines.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engines.models.folders.hf_folder import list_model_files
 from engines.models.hub import PREFIX, find_model, name_snapshot
 from engines.models.spec import ModelSpec
+from rlworker.base.digests import FileDigest, digest_file, digest_files
 from rlworker.config.sections import DataConfig
 from rlworker.data.sources import iterate_rows, list_files
-from rlworker.tracking.digests import FileDigest, digest_file, digest_files
 from rlworker.tracking.step_lines import write_whole
 
 if TYPE_CHECKING:

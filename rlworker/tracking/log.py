@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from rlworker.base.terminal import LOGGER, read_process_age
 from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS, read_line, spell_line
-from rlworker.tracking.terminal import LOGGER, read_process_age
 from rlworker.tracking.trackers import Trackers
 
 HELDOUT = "heldout"

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from rlworker.config.run import TrainingConfig
-from rlworker.errors import RunError
-from rlworker.tracking.digests import (
+from rlworker.base.digests import (
     DIGESTS,
     DigestFiles,
     FileDigest,
@@ -29,6 +27,8 @@ from rlworker.tracking.digests import (
     list_files,
     read_digests,
 )
+from rlworker.base.errors import RunError
+from rlworker.config.run import TrainingConfig
 from rlworker.tracking.inputs import Inputs
 from rlworker.tracking.provenance import collect_provenance
 from rlworker.tracking.step_lines import METRICS, PROMPTS, VALIDATIONS, keep_steps, write_whole

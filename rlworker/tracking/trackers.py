@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from rlworker.tracking.terminal import LOGGER
+from rlworker.base.terminal import LOGGER
 from rlworker.tracking.tracker import TrackedRun, Tracker
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

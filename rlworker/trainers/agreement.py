@@ -8,13 +8,13 @@ from ray.actor import ActorHandle
 
 from engines.batch.batch import TrainBatch
 from engines.weight_digest import DigestPlan
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.cluster.watch import wait_for
 from rlworker.cluster.workers import RolloutWorker
 from rlworker.config.run import RunConfig
-from rlworker.errors import RunError
-from rlworker.tracking.terminal import LOGGER
 
 _SAMPLED_COLUMNS = 16
 """Number of columns of each matrix that are read back, where not all columns are."""

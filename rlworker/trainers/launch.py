@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import rlworker
 from hardware.platforms import get_platform
 from hardware.vllm_versions import check_vllm
+from rlworker.base.terminal import LOGGER, log_start
 from rlworker.cluster.placement import ResourceRequest, check_room
 from rlworker.cluster.ray import check_ray, pausing_collection, running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -25,7 +26,6 @@ from rlworker.environments.reward import Environment, Scorer, make_environment
 from rlworker.rollouts.scoring import check_served
 from rlworker.tracking.log import read_metrics
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import check_trackers
 from rlworker.trainers.stop import SIGNALS, graceful_stop
 

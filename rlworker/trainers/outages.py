@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.watch import WorkerFailure, describe_lost
-from rlworker.errors import RunError
 from rlworker.tracking.run_folder import OUTAGES
-from rlworker.tracking.terminal import LOGGER
 
 ADVICE = ". What was saved is whole: go on from it with --resume"
 """End of a failure's message, once the run has begun and can be resumed."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engines.batch.batch import COLUMNS, TrainBatch
 from engines.batch.shard import Outputs, list_columns
-from rlworker.errors import RunError
+from rlworker.base.errors import RunError
 
 
 def find_offending_rows(batch: TrainBatch, outputs: dict[str, Tensor]) -> dict[int, list[str]]:

@@ -16,6 +16,8 @@ from engines.interfaces import LossFn
 from rlworker.algorithms.advantages import AdvantageFn
 from rlworker.algorithms.losses import Aggregation, token_mean
 from rlworker.algorithms.objective import import_distillation, make_objective
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER, log_start
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import wait_for
@@ -24,14 +26,12 @@ from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, check_vocabulary, read_rows
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.reward import Environment, Scorer, make_environment
-from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager, explain_empty_steps
 from rlworker.rollouts.running import make_codec, read_sources, running_loop, set_limits
 from rlworker.rollouts.scoring import check_served, start_groups
 from rlworker.rollouts.trajectory import batch_groups, replay_support
 from rlworker.tracking.log import RL_LINE, StepClock
 from rlworker.tracking.run_folder import FLOOR, RunFolder, Score
-from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.tracker import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.agreement import SyncedWeights, check_agreement, compare_logprobs, describe_limits
@@ -142,7 +142,7 @@ class Trainer(Run[RunConfig]):
             self.rollouts.replace_lost(self.note_lost, self.send_weights)
             for group in served.values():
                 group.replace_engines(self.note_lost)
-            loop.repeat_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
+            loop.note_lost(self.outages.note_lost, config.recovery.stall_timeout_s)
         log_start(f"rollout engines are up: {len(self.rollouts.workers)}")
         parts = self.codec, self.rows, self.rollouts, loop, self._phase, self._warn, self.curriculum
         self.manager = RolloutManager(config, *parts, find_teaching=self.objective.find_teaching)

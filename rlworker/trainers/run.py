@@ -16,6 +16,9 @@ from engines.batch.shard import Outputs
 from hardware.attention.capabilities import list_override_warnings
 from hardware.platform import describe
 from hardware.platforms import get_platform
+from rlworker.base.digests import FileDigest
+from rlworker.base.errors import NothingScored, RunError
+from rlworker.base.terminal import LOGGER, log_start
 from rlworker.cluster.placement import ResourceRequest, check_room, list_nodes
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -25,13 +28,10 @@ from rlworker.cluster.workers import TrainWorker
 from rlworker.config.run import TrainingConfig
 from rlworker.config.sizes import count_batch_bytes
 from rlworker.environments.processes.pool import ProcessPool
-from rlworker.errors import NothingScored, RunError
 from rlworker.tracking.capsule.keep import keeping_capsule
-from rlworker.tracking.digests import FileDigest
 from rlworker.tracking.log import HELDOUT, RunLog, StepClock, is_due, read_metrics
 from rlworker.tracking.report.page import format_report
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.tracking.tracker import TrackedRun, Tracker
 from rlworker.tracking.trackers import Trackers, check_trackers
 from rlworker.trainers.outages import ADVICE, Outages

@@ -10,6 +10,7 @@ from engines.batch.shard import get_logprobs
 from engines.config import MegatronConfig
 from engines.models.spec import ModelSpec
 from rlworker.algorithms.losses import sft_loss
+from rlworker.base.terminal import log_start
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import SHARD_BYTES, StartingGroup, WorkerGroup
 from rlworker.cluster.watch import naming_failures
@@ -22,7 +23,6 @@ from rlworker.data.examples import Example, read_examples, to_batch
 from rlworker.data.rows import load_tokenizer, pick_rows
 from rlworker.tracking.log import SUPERVISED_LINE, StepClock
 from rlworker.tracking.run_folder import RunFolder, Score
-from rlworker.tracking.terminal import log_start
 from rlworker.tracking.tracker import Tracker
 from rlworker.trainers import step_metrics
 from rlworker.trainers.run import Run

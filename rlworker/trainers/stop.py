@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from rlworker.errors import RunError
+from rlworker.base.errors import RunError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """The signals that end a run at the end of its step."""

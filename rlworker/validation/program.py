@@ -13,6 +13,8 @@ from engines.models.hub import PREFIX, find_model
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from hardware.vllm_versions import check_vllm, list_version_warnings
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER, log_start
 from rlworker.cluster.placement import ResourceRequest, check_room
 from rlworker.cluster.ray import check_ray, running_ray
 from rlworker.cluster.rollout_group import Rollouts
@@ -25,14 +27,12 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.processes.pool import ENVIRONMENT_LOG, ProcessPool, pickle_environment
 from rlworker.environments.processes.trial import try_rewards
 from rlworker.environments.reward import Environment, Scorer, make_environment
-from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import describe_trajectory
 from rlworker.rollouts.running import make_codec, running_loop, set_limits
 from rlworker.rollouts.scoring import check_served, start_groups
 from rlworker.tracking.log import format_table
 from rlworker.tracking.provenance import collect_provenance
-from rlworker.tracking.terminal import LOGGER, log_start
 from rlworker.validation.validate import Validation, validate
 
 _OWN = ("data.train", "data.heldout", "data.heldout_sets", "environment.workers")

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlworker.base.errors import RunError
 from rlworker.config.run import RunConfig
 from rlworker.config.validation import list_sizes, name_set
 from rlworker.data.formats import SOURCE
 from rlworker.data.rows import Row
 from rlworker.environments.record import is_pass
-from rlworker.errors import RunError
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.metrics import score_groups
 from rlworker.rollouts.trajectory import TrajectoryGroup

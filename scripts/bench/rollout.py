@@ -58,7 +58,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.pool import ProcessPool
 from rlworker.environments.processes.runner import EnvRunner
-from rlworker.environments.record import Job, Sample
+from rlworker.environments.record import Answers, Job, Sample
 from rlworker.rollouts.manager import RolloutManager
 from rlworker.rollouts.running import running_loop, set_limits
 from rlworker.rollouts.trajectory import batch_groups
@@ -247,12 +247,20 @@ def run_clients(urls: list[str]) -> None:
 
 def play_episodes(runner: EnvRunner, rows: list[Row], first: int, begin: Callable[[], None]) -> int:
     """Run episodes whose samples come at once; ``begin`` is called before each round. The number of samples."""
-    jobs, samples, ended = [Job(first + i, row, (i,), (), {}, first + i, 1, {}) for i, row in enumerate(rows)], {}, 0
-    ids, drawn = np.arange(20, 20 + CALL_TOKENS, dtype=np.int32), 0
+    numbers = range(first, first + len(rows))
+    jobs = [
+        Job(number, row, seed=(number - first,), sample=None, group=number, group_size=1)
+        for number, row in zip(numbers, rows, strict=True)
+    ]
+    answers: dict[int, Answers] = {}
+    ids = np.arange(20, 20 + CALL_TOKENS, dtype=np.int32)
+    ended = drawn = 0
     while ended < len(rows):
-        reply, jobs = runner.advance(jobs, samples, 0.01), []
-        samples = {ask.number: Sample("", ids, False) for ask in reply.asks}
-        ended, drawn = ended + len(reply.results), drawn + len(samples)
+        reply = runner.advance(jobs, answers, longest_s=0.01)
+        jobs = []
+        answers = {ask.number: {ask.call: Sample("", ids, False)} for ask in reply.asks}
+        ended += len(reply.results)
+        drawn += len(answers)
         begin()
     return drawn
 

@@ -55,22 +55,22 @@ from engines.batch import batch
 
 def load(name):
     import torch, engines.batch.batch
-    from rlworker.errors import RunError
+    from rlworker.base.errors import RunError
 
     def inner():
         from hardware import platform
     import_module("mindspeed.megatron_adaptor")
     import_module("engines.batch.batch")
-    return importlib.import_module(name), resolve_name("rlworker.errors:RunError")
+    return importlib.import_module(name), resolve_name("rlworker.base.errors:RunError")
 """
     counted = [line.partition(": ")[2] for line in list_late_imports(ast.parse(text))]
     assert sorted(counted) == sorted(
         [
             "import engines.batch.batch",
-            "from rlworker.errors",
+            "from rlworker.base.errors",
             "from hardware",
             "import_module('engines.batch.batch')",
             "importlib.import_module(name)",
-            "resolve_name('rlworker.errors:RunError')",
+            "resolve_name('rlworker.base.errors:RunError')",
         ]
     )

@@ -38,8 +38,8 @@ def test_every_path_and_command_on_a_page_exists(page):
 
 
 def test_a_path_that_is_not_there_is_found():
-    page = "See `rlworker/errors.py`, `hardware/NAME/platform.py`, [docs](docs/no.md), `torch/nn.py`, recipes.a.b."
-    assert paths_in(page) == {"rlworker/errors.py", "docs/no.md", "recipes/a/b.py"}
+    page = "See `rlworker/base/errors.py`, `hardware/NAME/platform.py`, [docs](docs/no.md), `torch/nn.py`, recipes.a.b."
+    assert paths_in(page) == {"rlworker/base/errors.py", "docs/no.md", "recipes/a/b.py"}
     assert paths_in("python -m recipes.demo_cpu; python scripts/no.py") == {"recipes/demo_cpu.py", "scripts/no.py"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hardware.platform import Platform, describe
-from rlworker.checks.trainer import Finding
+from rlworker.base.findings import Finding
 
 PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "fla-core", "tilelang", "torch_npu")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engines.models.families import list_families
 from engines.models.hf_config import NEEDED, check_rope
 from engines.models.layer import DecoderSizes, Piece
-from rlworker.checks.trainer import Finding
+from rlworker.base.findings import Finding
 
 if TYPE_CHECKING:  # a check's settings are read before transformers is imported
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -13,10 +13,10 @@ from engines.megatron.memory.estimate import RankMemory, compute_rank_memory
 from engines.models.spec import ModelSpec
 from hardware.platforms import get_platform
 from hardware.shapes.platform import make_shaped
+from rlworker.base.errors import RunError
 from rlworker.checks.shapes.case import RankCase, RankCount
 from rlworker.config.memory import GB, count_row_slots, count_share, plan_micro_batch
 from rlworker.config.run import RunConfig
-from rlworker.errors import RunError
 
 if TYPE_CHECKING:
     from rlworker.config.sft import SftConfig

@@ -149,7 +149,7 @@ class Conversation:
         except EpisodeLimit as limit:
             self.limit = limit
             raise ApiError(400, str(limit), CONTEXT_LIMIT) from limit
-        except RuntimeError as error:  # it has ended, or was begun anew and goes another way
+        except RuntimeError as error:  # it has ended
             self._refusal = self._refusal or str(error)
             raise ApiError(410, self._refusal, "episode_ended") from error
         turn = self._read(sample, body, stops, prompt_ids)

@@ -18,15 +18,15 @@ from ray.actor import ActorHandle
 from ray.cloudpickle.cloudpickle_fast import dumps
 from ray.exceptions import RayError, RayTaskError
 
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.process_state import explain
 from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.progress import NodeLost, WorkerNode, find_nodes
 from rlworker.environments.processes.worker import EnvWorker
-from rlworker.environments.record import HELD, IDLE, Job, LostWorker, Reply, Sample, Verdict
+from rlworker.environments.record import HELD, IDLE, Answers, Job, LostWorker, Reply
 from rlworker.environments.reward import Environment
-from rlworker.errors import RunError
-from rlworker.tracking.terminal import LOGGER
 
 ENVIRONMENT_LOG = "environment.log"
 """File in a run folder with everything that environments print and log. Every node but the driver's has a file of its
@@ -154,20 +154,13 @@ class ProcessPool:
         for node in self.nodes:
             node.close()
 
-    def begin(
-        self,
-        slot: int,
-        jobs: Sequence[Job],
-        samples: Mapping[int, Sample],
-        longest_s: float | None,
-        verdicts: Mapping[int, Mapping[int, Verdict]],
-    ) -> None:
-        """Send jobs, samples and verdicts to the process of a slot, as arguments of ``EnvRunner.advance``.
+    def begin(self, slot: int, jobs: Sequence[Job], answers: Mapping[int, Answers], longest_s: float | None) -> None:
+        """Send jobs and answers to the process of a slot, as arguments of ``EnvRunner.advance``.
 
         The process must have replied to the message before.
         """
         process = self._processes[slot]
-        process.reply = process.worker.advance.remote(pickle.dumps((jobs, samples, longest_s, verdicts), protocol=5))
+        process.reply = process.worker.advance.remote(pickle.dumps((jobs, answers, longest_s), protocol=5))
         process.progress, process.changed, process.looked = [], time.monotonic(), time.monotonic()
 
     @property
@@ -237,10 +230,9 @@ class ProcessPool:
                 f"{ENVIRONMENT_LOG} in the run folder shows the cause"
             )
         self._start(slot)
-        _, number, turn = progress or (0, IDLE, 0)
-        if fate == HELD and block[:1] == [number]:
-            return LostWorker(_name_worker(slot), fate, *block)
-        return LostWorker(_name_worker(slot), fate, number, turn, "")
+        _, number = progress or (0, IDLE)
+        where = block[1] if fate == HELD and block[:1] == [number] else ""
+        return LostWorker(_name_worker(slot), fate, number, where, has_begun=bool(progress))
 
     def _leave_node(self, lost: WorkerNode, error: NodeLost) -> None:
         """Place the slots of a lost node on those that are left; processes start there as they are replaced."""
@@ -248,7 +240,7 @@ class ProcessPool:
             return
         self.nodes.remove(lost)
         lost.abandon()
-        LOGGER.warning(f"environment workers of a lost node begin anew on others, with their episodes: {error}")
+        LOGGER.warning(f"environment workers of a lost node start on others, and their episodes run again: {error}")
         for slot, process in enumerate(self._processes):
             if process.node is lost:
                 process.node = self.nodes[slot % len(self.nodes)]

@@ -42,12 +42,12 @@ class ProgressFiles:
         """Read the files of the worker ``name``.
 
         Returns:
-            ``[steps begun, episode, turn]``, empty before the worker begins; and ``[episode, turn, line]`` of an
+            ``[steps begun, episode]``, empty before the worker begins; and ``[episode, line]`` of an
                 environment that holds the worker, empty where none does.
         """
         path = Path(self._folder.name, name)
         try:
-            numbers = np.fromfile(path, np.int64, 3).tolist()
+            numbers = np.fromfile(path, np.int64, 2).tolist()
         except FileNotFoundError:
             numbers = []
         try:

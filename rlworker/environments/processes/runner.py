@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlworker.environments.codec import Codec, Stops, using_codec
 from rlworker.environments.episode import Episode, RewardError, read_parts
 from rlworker.environments.policy import Endpoint, EpisodeLimit, EpisodeLimits, NoVerdict, Policy, ToolFailure
 from rlworker.environments.processes.timing import ReportFn, RunningEpisode, StepTimer, TimedCoroutine, is_ours
-from rlworker.environments.record import Ask, FailureKind, Job, Question, Reply, Sample, Verdict, digest_ids
+from rlworker.environments.record import Answers, Ask, FailureKind, Job, Question, Reply, Sample, Verdict
 from rlworker.environments.reward import Environment, GroupCall, spread_numbers
 from rlworker.environments.user_code import Interrupt, describe_error, locate, name_function
 
@@ -37,7 +36,7 @@ class EnvRunner:
     Args:
         environment: the function that runs an episode. codec: encodes and decodes its text.
         limits: limits of each episode.
-        report: is called with number and turn of the episode at each step.
+        report: is called with the number of the episode at each step.
 
     Attributes:
         timer: times every step. is_closed: whether ``close`` was called.
@@ -60,33 +59,24 @@ class EnvRunner:
         self._settled: asyncio.Future | None = None
         self._reply = Reply()
 
-    def advance(
-        self,
-        jobs: Sequence[Job],
-        samples: Mapping[int, Sample],
-        longest_s: float | None,
-        verdicts: Mapping[int, Mapping[int, Verdict]] = MappingProxyType({}),
-    ) -> Reply:
+    def advance(self, jobs: Sequence[Job], answers: Mapping[int, Answers], longest_s: float | None) -> Reply:
         """Run all episodes until each waits for a sample or a verdict or has ended, or ``longest_s`` have passed.
 
         Args:
             jobs: episodes to begin.
-            samples: number of a waiting episode -> its sample. A sample for an episode that has ended is dropped.
+            answers: number of a waiting episode -> all that it waits for. For an episode that has ended it is dropped.
             longest_s: seconds after which it replies although some episodes still run; None sets no limit.
-            verdicts: number of a waiting episode -> verdicts on its questions, by their numbers.
         """
         end = None if longest_s is None else time.monotonic() + longest_s
-        whole = [sample for job in jobs for _, sample in job.samples] + [*samples.values()]
-        texts = self.codec.read_samples([sample.token_ids for sample in whole])
-        decoded = deque(replace(sample, text=text) for sample, text in zip(whole, texts, strict=True))
-        for job in jobs:
-            known = [(digest, decoded.popleft()) for digest, _ in job.samples]
-            self._backlog.append(RunningEpisode(self, job, known))
+        first_samples = self._decode([job.sample for job in jobs])
+        self._backlog += map(partial(RunningEpisode, self), jobs, first_samples)
+        calls = [(number, call) for number, of_episode in answers.items() for call in of_episode]
+        values = self._decode([answer for of_episode in answers.values() for answer in of_episode.values()])
         with using_codec(self.codec):
-            came = dict(zip(samples, decoded, strict=True))
-            for running in [self._live[number] for number in {**came, **verdicts} if number in self._live]:
-                self._active += running.awaits_driver
-                running.hand_on(came.get(running.number), verdicts.get(running.number, {}))
+            self._active += sum(number in self._live for number in answers)
+            for (number, call), value in zip(calls, values, strict=True):
+                if running := self._live.get(number):
+                    running.hand_on(call, value)
             if self._is_immediate:
                 self._run_immediately(end)
             else:
@@ -109,6 +99,12 @@ class EnvRunner:
         if self._tools:
             self._tools.close()
         self._loop.close()
+
+    def _decode(self, answers: Sequence[Sample | Verdict | None]) -> list[Any]:
+        """Return answers of which the samples have their texts."""
+        samples = [answer for answer in answers if isinstance(answer, Sample)]
+        texts = iter(self.codec.read_samples([sample.token_ids for sample in samples]))
+        return [replace(answer, text=next(texts)) if isinstance(answer, Sample) else answer for answer in answers]
 
     # -- an episode
 
@@ -224,37 +220,46 @@ class EnvRunner:
             raise RuntimeError(
                 "sample: the environment cancelled an earlier call of policy.sample; await each call to its end"
             )
-        if running.future:
+        if running.is_sampling:
             raise RuntimeError(
                 "sample: an earlier call of policy.sample in this episode still waits; await one call after the other"
             )
         stops = self.codec.encode_stops(stop)
         is_fork, context = running.find_context(episode)
-        if running.known_samples:
-            digest, sample = running.known_samples.popleft()
-            if digest != digest_ids(context.token_ids):
-                raise RuntimeError(
-                    "sample: the episode was begun anew, and the environment wrote another context than before; "
-                    "draw random numbers from policy.random, and make calls whose answer may change by policy.tool"
-                )
+        if running.first_sample:
+            sample, running.first_sample = running.first_sample, None
         else:
             parser = (episode.tool_parser, episode.tools) if episode.tool_parser else None
-            self._reply.asks.append(Ask(running.number, is_fork, context, max_tokens, stops, parser, episode.logprobs))
+            ask = Ask(
+                running.number,
+                running.asked,
+                is_fork=is_fork,
+                context=context,
+                max_tokens=max_tokens,
+                stop_token_ids=stops,
+                parser=parser,
+                logprobs=episode.logprobs,
+            )
+            running.is_sampling = True
             try:
-                sample = await self._await_driver(running, partial(setattr, running, "future"))
+                sample = await self._ask(running, ask)
             except asyncio.CancelledError:
                 running.gave_up = True
                 raise
+            finally:
+                running.is_sampling = False
         sample = sample.number_calls(episode.turns)
         episode.add_sample(sample.token_ids, sample.calls, sample.content)
         running.known_segments = len(episode.sequences), len(episode.sequences[-1])
         return sample
 
-    async def _await_driver(self, running: RunningEpisode, keep: Callable[[asyncio.Future], None]) -> Any:
-        """Wait for what the driver sends; ``keep`` gets the future of it."""
+    async def _ask(self, running: RunningEpisode, ask: Ask | Question) -> Any:
+        """Ask the driver for a sample or verdict, and wait for it."""
+        self._reply.asks.append(ask)
         if not running.awaits_driver:
             self._note_settled()
-        keep(future := self._loop.create_future())
+        running.asked += 1
+        running.futures[ask.call] = future = self._loop.create_future()
         running.waits += 1
         try:
             return await future
@@ -264,11 +269,7 @@ class EnvRunner:
     async def ask_model(self, policy: Policy, model: str, content: Any) -> Verdict:
         """Carry out ``Policy.judge`` and ``Policy.score``."""
         running = self._find_live(policy, "judge")
-        call, running.asked = running.asked, running.asked + 1
-        if call in running.known_verdicts:
-            return running.known_verdicts.pop(call)
-        self._reply.questions.append(Question(running.number, call, model, content))
-        return await self._await_driver(running, partial(running.questions.__setitem__, call))
+        return await self._ask(running, Question(running.number, running.asked, model, content))
 
     async def call_tool(
         self, policy: Policy, call: Callable, args: tuple, keywords: Mapping[str, Any], limit_s: float, memory_mb: int
@@ -277,16 +278,13 @@ class EnvRunner:
         from rlworker.environments.tools.runner import ToolRunner, read_outcome  # most environments have no tools
 
         running = self._find_live(policy, "tool")
-        number, running.tool_calls = running.tool_calls, running.tool_calls + 1
-        outcome = running.known_tools.get(number)
-        if outcome is None:
-            running.waits += 1
-            self._tools = self._tools or ToolRunner()
-            try:
-                outcome = await self._tools.call(call, args, keywords, limit_s, memory_mb)
-            finally:
-                running.waits -= 1
-            self._reply.tools.append((running.number, number, outcome))
+        running.tool_calls += 1
+        running.waits += 1
+        self._tools = self._tools or ToolRunner()
+        try:
+            outcome = await self._tools.call(call, args, keywords, limit_s, memory_mb)
+        finally:
+            running.waits -= 1
         try:
             return read_outcome(outcome, name_function(call))
         except ToolFailure:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,8 @@ if TYPE_CHECKING:  # most environments have no endpoint
 
 _OURS = str(Path(__file__).parent.parent)
 
-ReportFn = Callable[[int, int], None]
-"""A function that is called with number and turn of the episode that takes a step; ``IDLE`` for none."""
+ReportFn = Callable[[int], None]
+"""A function that is called with the number of the episode that takes a step; ``IDLE`` for none."""
 
 
 class RunningEpisode(Policy):
@@ -36,31 +35,29 @@ class RunningEpisode(Policy):
     Args:
         host: carries out the calls of the policy.
         job: the episode to run.
-        samples: the job's samples, decoded, each with the digest of the context that it followed.
+        sample: the job's sample, decoded.
 
     Attributes:
-        known_samples, known_tools, known_verdicts: samples, tool outcomes and verdicts of an earlier run of the
-            episode, which are used before any new one is requested.
+        first_sample: the sample that was drawn before the episode began, until it is used.
         known_segments: number of sequences that the driver knows, and number of segments of the last of them.
-        future: the sample that it waits for; None while it waits for none.
-        questions: number of a question -> the verdict that it waits for.
+        asked: number of samples and verdicts that it has asked for.
+        futures: number of an ask or question -> the sample or verdict that it waits for.
         waits: number of samples, tools and verdicts that it waits for.
         used_s: seconds that count towards its time limit.
         left_at: time at which its last step ended, on the clock of ``StepTimer``.
-        gave_up: whether it requested a sample and cancelled its wait.
+        is_sampling, gave_up: whether it waits for a sample, and whether it cancelled its wait.
         conversation: the calls of its endpoint; None where it has none.
     """
 
-    def __init__(self, host: Host, job: Job, samples: Iterable[tuple[int, Sample]]):
+    def __init__(self, host: Host, job: Job, sample: Sample | None):
         super().__init__(host, job.number, job.seed)
         self.row, self.group, self.group_size = job.row, job.group, job.group_size
-        self.known_samples, self.known_tools, self.known_verdicts = deque(samples), job.tools, dict(job.verdicts)
+        self.first_sample = sample
         self.known_segments: tuple[int, int] = 1, 1
-        self.future: asyncio.Future[Sample] | None = None
-        self.questions: dict[int, asyncio.Future[Verdict]] = {}
+        self.futures: dict[int, asyncio.Future] = {}
         self.waits = self.tool_calls = self.tool_failures = self.asked = 0
         self.used_s = self.left_at = 0.0
-        self.has_ended = self.gave_up = False
+        self.has_ended = self.is_sampling = self.gave_up = False
         self.task: asyncio.Task | None = None
         self.coroutine: Any = None
         self.conversation: Conversation | None = None
@@ -68,25 +65,18 @@ class RunningEpisode(Policy):
     @property
     def awaits_driver(self) -> bool:
         """Tell whether it waits for a sample or a verdict, which the driver sends."""
-        return self.future is not None or bool(self.questions)
+        return bool(self.futures)
 
     @property
     def turn(self) -> int:
         """Number of turns that it has sampled."""
         return self.episode.turns if self.episode else 0
 
-    def hand_on(self, sample: Sample | None, verdicts: Mapping[int, Verdict]) -> None:
-        """Hand the episode everything that it waits for, so that it goes on."""
-        if sample:
-            assert self.future
-            future, self.future = self.future, None
-            if not future.done():  # an environment may give up a task of its own that waits for it
-                future.set_result(sample)
-        for call, verdict in verdicts.items():
-            if not (asked := self.questions.pop(call, None)):
-                self.known_verdicts[call] = verdict  # it was begun anew, and has not asked again so far
-            elif not asked.done():
-                asked.set_result(verdict)
+    def hand_on(self, call: int, answer: Sample | Verdict) -> None:
+        """Hand the episode a sample or verdict that it waits for."""
+        future = self.futures.pop(call)
+        if not future.done():  # an environment may give up a task of its own that waits for it
+            future.set_result(answer)
 
     def find_context(self, episode: Episode) -> tuple[bool, Segment]:
         """Return whether the last sequence is new to the driver, and its tokens that the driver does not know."""
@@ -128,7 +118,7 @@ class StepTimer:
             running.used_s = 0.0  # a task that others share: it goes on, and the limit is one of each step
         elif not running.waits:
             running.used_s += began - self._busy_s - running.left_at
-        self._report(running.number, running.turn)
+        self._report(running.number)
         self.step = running, began
         try:
             return act(*args)
@@ -145,7 +135,7 @@ class StepTimer:
 
     def turn_idle(self) -> None:
         """Report that the event loop runs while no episode takes a step."""
-        self._report(IDLE, 0)
+        self._report(IDLE)
 
     def is_overdue(self, running: RunningEpisode, limit_s: float) -> bool:
         """Tell whether an episode has used more than ``limit_s`` while it waits for neither a sample nor a tool.

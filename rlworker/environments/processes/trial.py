@@ -17,6 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from rlworker.base.terminal import LOGGER
 from rlworker.config.run import RunConfig
 from rlworker.data.rows import Row, read_first_row
 from rlworker.environments.episode import RewardError, read_number
@@ -29,7 +30,6 @@ from rlworker.environments.reward import (
     spread_numbers,
 )
 from rlworker.environments.user_code import describe_error, is_async, name_function, write_output_to
-from rlworker.tracking.terminal import LOGGER
 
 
 @dataclass(frozen=True)

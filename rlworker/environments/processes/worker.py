@@ -55,19 +55,19 @@ class EnvWorker:
 
 
 class Progress:
-    """The progress of a process, in a file for the driver: number of steps, and episode and turn of the last."""
+    """The progress of a process, in a file for the driver: number of steps, and episode of the last."""
 
     def __init__(self):
-        self._numbers: Any = [0, 0, 0]
+        self._numbers: Any = [0, 0]
         self.is_open = False
 
     def open(self, path: str) -> None:
-        """Create the file: three int64."""
-        self._numbers, self.is_open = np.memmap(path, np.int64, "w+", shape=(3,)).data, True
+        """Create the file: two int64."""
+        self._numbers, self.is_open = np.memmap(path, np.int64, "w+", shape=(2,)).data, True
 
-    def __call__(self, number: int, turn: int) -> None:
+    def __call__(self, number: int) -> None:
         numbers = self._numbers
-        numbers[1], numbers[2] = number, turn
+        numbers[1] = number
         numbers[0] += 1
 
 
@@ -93,7 +93,7 @@ def watch_runner(runner: EnvRunner, block_file: str) -> None:
 
     def tell(running: RunningEpisode) -> None:
         where = locate(list_user_frames(sys._current_frames().get(main)))
-        line = json.dumps([running.number, running.turn, where])
+        line = json.dumps([running.number, where])
         Path(block_file).write_text(line, encoding="utf-8")
 
     def watch() -> None:

@@ -20,8 +20,8 @@ from engines.batch.samples import make_seed
 from rlworker.cluster.process_state import is_lost
 from rlworker.cluster.rollout_group import Rollouts
 from rlworker.environments.record import Question, Verdict
+from rlworker.rollouts.episode_state import EpisodeState
 from rlworker.rollouts.questions import Questions
-from rlworker.rollouts.trajectory import RolloutBatch
 
 Key = tuple[int, str, str]
 """Equal questions of a rollout batch have one key: number of the batch, name of the model, and content as JSON."""
@@ -70,7 +70,7 @@ class QuestionQueue(Questions):
         super().reset()
         self._lent.pop_all()
         self._held: dict[str, dict[Key, Any]] = {name: {} for name in self.groups}
-        self._asked: dict[Key, list[tuple[int, int]]] = {}
+        self._asked: dict[Key, list[tuple[EpisodeState, Question]]] = {}
         self._known: dict[Key, Verdict] = {}
         self._parts: dict[Any, _Part] = {}
         self._lost: list[_Part] = []
@@ -85,21 +85,20 @@ class QuestionQueue(Questions):
     def keep(self, batches: Container[int]) -> None:
         self._known = {key: verdict for key, verdict in self._known.items() if key[0] in batches}
 
-    def submit(self, batch: RolloutBatch, question: Question) -> None:
+    def submit(self, state: EpisodeState, question: Question) -> None:
         if question.model not in self.groups:
-            return super().submit(batch, question)
-        place = question.number, question.call
+            return super().submit(state, question)
         try:  # a whole pickle, since the repr of a large array leaves most of it out
             text = json.dumps(question.content, sort_keys=True, default=lambda each: pickle.dumps(each).hex())
         except (TypeError, ValueError, RecursionError) as error:
             found = f"a question to {question.model!r} is compared as JSON: {error}; give texts, numbers and lists"
-            return self._done.append((*place, Verdict(error=found)))
-        key = batch.number, question.model, text
+            return self._done.append((state, question, Verdict(error=found)))
+        key = state.batch.number, question.model, text
         if key in self._known:
-            return self._done.append((*place, self._known[key]))
+            return self._done.append((state, question, self._known[key]))
         if key not in self._asked:
             self._held[question.model][key] = question.content
-        self._asked.setdefault(key, []).append(place)
+        self._asked.setdefault(key, []).append((state, question))
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +108,7 @@ class QuestionQueue(Questions):
     def references(self) -> list[Any]:
         return list(self._parts)
 
-    def collect(self, is_idle: bool) -> list[tuple[int, int, Verdict]]:
+    def collect(self, is_idle: bool) -> list[tuple[EpisodeState, Question, Verdict]]:
         self._take_answers()
         for part in [part for part in self._lost if self.groups[part.model].serving[part.engine] is not part.worker]:
             self._lost.remove(part)
@@ -136,7 +135,7 @@ class QuestionQueue(Questions):
             if self._lend:
                 self._lent.enter_context(self._lend(self.groups[name]))
             # In the order of their episodes, whichever process has told of them first.
-            keys = sorted(held, key=lambda key: min(self._asked[key]))
+            keys = sorted(held, key=lambda key: min((asked.number, asked.call) for _, asked in self._asked[key]))
             lengths = np.asarray([len(repr(held[key])) for key in keys], np.int64)
             owners = balance_costs(lengths, len(free), equal_counts=False)
             for number, index in enumerate(free):
@@ -168,7 +167,7 @@ class QuestionQueue(Questions):
                 continue
             for key, verdict in zip(part.keys, verdicts, strict=True):
                 self._known[key] = verdict
-                self._done += [(*place, verdict) for place in self._asked.pop(key)]
+                self._done += [(state, question, verdict) for state, question in self._asked.pop(key)]
         if self._since and not self._parts and not self._lost:
             self._lent.close()
             self.seconds += time.perf_counter() - self._since

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.config.run import TrainingConfig
 from rlworker.tracking.run_folder import RunFolder
-from rlworker.tracking.terminal import LOGGER
 
 
 class KeptRun(Protocol):

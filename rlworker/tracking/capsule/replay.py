@@ -11,7 +11,7 @@ from engines.models.hub import find_model
 from engines.models.spec import ModelSpec
 from engines.validation import check_types
 from hardware.platforms import DEFAULT_PLATFORM, PlatformName, get_platform
-from rlworker.checks.trainer import Finding
+from rlworker.base.findings import Finding
 from rlworker.cluster.ray import running_ray
 from rlworker.cluster.train_group import StartingGroup, WorkerGroup
 from rlworker.cluster.watch import naming_failures

@@ -3,13 +3,13 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from rlworker.base.terminal import LOGGER
 from rlworker.cluster.train_group import WorkerGroup
 from rlworker.config.run import TrainingConfig
 from rlworker.tracking.capsule.files import CAPSULES, Capsule, write_capsule
 from rlworker.tracking.capsule.functions import describe_function
 from rlworker.tracking.capsule.record import Recording, recording
 from rlworker.tracking.provenance import collect_provenance
-from rlworker.tracking.terminal import LOGGER
 
 __all__ = ["CAPSULES", "recording", "write_step"]
 

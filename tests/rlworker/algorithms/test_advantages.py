@@ -22,8 +22,8 @@ from rlworker.algorithms.advantages import (
 )
 from rlworker.algorithms.losses import kl_k2
 from rlworker.algorithms.objective import check_group_size, configure_advantage
+from rlworker.base.errors import RunError
 from rlworker.config.run import CriticConfig, RunConfig
-from rlworker.errors import RunError
 
 
 def groups_of(*rewards, tokens=2) -> TrainBatch:

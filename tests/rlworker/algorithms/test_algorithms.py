@@ -14,11 +14,11 @@ from engines.batch.shard import TokenOutputs
 from engines.config import VllmConfig
 from rlworker.algorithms import advantages, losses
 from rlworker.algorithms.objective import make_objective
+from rlworker.base.errors import RunError
 from rlworker.config.algorithm import ALGORITHMS, AlgorithmConfig
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CriticConfig
-from rlworker.errors import RunError
 
 PROMPTS, GROUP, LONGEST, PROMPT = 3, 4, 10, 2
 ROLLOUT = VllmConfig(max_new_tokens=LONGEST)

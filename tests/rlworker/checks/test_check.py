@@ -25,10 +25,11 @@ from engines.probes.case import Influence
 from engines.probes.faults import ADAPTER_FAULTS, FAULTS, list_real_faults
 from hardware.platforms import get_platform
 from rlworker import __main__ as cli
+from rlworker.base.findings import Finding
 from rlworker.checks.case import make_case
 from rlworker.checks.config import CheckConfig
 from rlworker.checks.tiny.models import make_tiny_model
-from rlworker.checks.trainer import Finding, _describe_influences
+from rlworker.checks.trainer import _describe_influences
 
 
 @pytest.mark.parametrize("ranks", in_runs(default=[2], product=[4]))

@@ -19,9 +19,9 @@ from support.suite.imports import ROOT, files_of, imported
 from hardware.attention.contract import KernelContract, RefusedError, Requirement, SilentError, Source
 from hardware.cuda.emulated import EmulatedCudaPlatform
 from hardware.platforms import get_platform
+from rlworker.base.findings import format_table
 from rlworker.checks.device import attention, contract
 from rlworker.checks.device.report import Device, build_report
-from rlworker.checks.trainer import format_table
 
 SCRIPT = ROOT / "scripts" / "device_check.py"
 PARTS = ["attention", "engine", "memory", "reads", "speed", "contract"]

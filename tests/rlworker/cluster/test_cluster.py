@@ -18,10 +18,10 @@ from engines.config import MegatronConfig
 from engines.interfaces import StepResult
 from hardware.platforms import get_platform
 from rlworker import RunConfig, SftConfig
+from rlworker.base.errors import RunError
+from rlworker.base.terminal import LOGGER
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.sizes import count_batch_bytes
-from rlworker.errors import RunError
-from rlworker.tracking.terminal import LOGGER
 
 
 class Worker:

@@ -102,7 +102,8 @@ def test_a_node_that_lacks_something_is_named_before_the_first_step(inputs, sess
         cluster.wait_until_up()
         refused = cluster.run(1, f'python -c "{ask}"', check=False)
     said = refused.stderr.splitlines()[-1]
-    assert refused.returncode and said.startswith("rlworker.errors.RunError: start: node 10.77.0.3:"), refused.stderr
+    kind = "rlworker.base.errors.RunError"
+    assert refused.returncode and said.startswith(f"{kind}: start: node 10.77.0.3:"), refused.stderr
     for thing in ("model '", "image folder '", "run folder '", "package transformers is 0.0.1, expected"):
         assert thing in said, said
     assert "10.77.0.1" not in said and "10.77.0.2" not in said and "code of rlworker" not in said

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlworker.errors import RunError
+from rlworker.base.errors import RunError
 
 
 def plan(devices: tuple[int, ...], *requests: tuple, taken: tuple[str, ...] = ()) -> list[list[str]]:

@@ -13,10 +13,10 @@ from support.program import parse_arguments, run_program, run_recipe
 from engines.config import MegatronConfig, OptimizerConfig
 from hardware.platforms import PLATFORMS
 from rlworker.__main__ import main
+from rlworker.base.errors import explain_settings
 from rlworker.config.command_line import flatten_config, parse_config
 from rlworker.config.run import RunConfig
 from rlworker.config.sft import SftConfig
-from rlworker.errors import explain_settings
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rlworker.environments import Episode, one_turn
 from rlworker.environments.episode import read_number
 from rlworker.environments.parts import combine_parts
 from rlworker.environments.processes.trial import try_rewards
-from rlworker.environments.reward import OneTurn, batch_reward, is_batch, make_environment
+from rlworker.environments.reward import OneTurn, batch_reward, is_batch, is_run_once, make_environment
 
 PATIENT = replace(LIMITS, time_limit_s=20.0)
 
@@ -167,6 +167,23 @@ def rank(texts, rows):
 
 
 calls: list = []
+
+
+def test_environments_and_scorers_say_that_they_run_once():
+    class Player:
+        runs_once = True
+
+        async def __call__(self, policy, row): ...
+
+    def pay(text, row): ...
+
+    def count(text, row): ...
+
+    pay.runs_once = True
+    for environment in (Player(), partial(Player()), one_turn(pay), combine_parts({"count": count, "pay": pay}, {})):
+        assert is_run_once(environment), environment
+    for environment in (one_turn(count), partial(count), combine_parts({"count": count}, {})):
+        assert not is_run_once(environment), environment
 
 
 def test_a_batch_scorer_is_called_once_for_each_group():

@@ -12,13 +12,13 @@ from support.environments.runners import Engines, LocalPool, encode, make_codec,
 
 from engines.batch.samples import Sampling
 from engines.config import VllmConfig
+from rlworker.base.errors import RunError
 from rlworker.config.algorithm import AlgorithmConfig
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CurriculumConfig
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, batch_reward
 from rlworker.environments.reward import make_environment
-from rlworker.errors import RunError
 from rlworker.rollouts.curriculum import Curriculum
 from rlworker.rollouts.trajectory import has_zero_variance
 from rlworker.tracking.log import StepClock

@@ -254,7 +254,7 @@ def test_an_episode_waits_for_no_other(running):
     assert sorted(prompts) == sorted([1, 1, 1, 1, *(2 + said, 4 + 2 * said, 7 + 3 * said) * 2])
 
 
-def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
+def test_an_episode_whose_process_is_lost_runs_again_with_its_samples(running):
     """Those that were drawn meanwhile included: no token is sampled twice, and the records are the same."""
     rollouts, pool = Rollouts(), LocalPool(count_down)
     loop, (engine,) = running(rollouts, pool), rollouts.workers
@@ -262,13 +262,12 @@ def test_an_episode_whose_process_is_lost_goes_on_from_its_samples(running):
     wait_until(lambda: len(engine.asked) == 2)
     pool.held.add(0)
     engine.gate.set()  # the samples come, and are told to a process that does not reply
-    wait_until(lambda: 0 in pool.replies and any(samples for _, samples in pool.messages))
+    wait_until(lambda: 0 in pool.replies and any(answers for _, answers in pool.messages))
     pool.lose_first()
-    pool.replies[0] = LostWorker("environment worker 0", "died", -1, 0, "")
+    pool.replies[0] = LostWorker("environment worker 0", "died", -1)
     pool.held.clear()
     groups = loop.wait(batch)
-    begun = [jobs for jobs, _ in pool.messages if jobs]
-    assert [len(job.samples) for job in begun[1]] == [1, 1], "begun anew, with what was sampled"
+    assert [len(jobs) for jobs, _ in pool.messages if jobs] == [2, 2], "both ran again"
     assert len(engine.asked) == 6 and [episode.turns for episode in groups[0]] == [3, 3]
     assert list_rewards(groups) == [1.0, 1.0]
 

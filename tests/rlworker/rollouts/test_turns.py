@@ -12,10 +12,9 @@ import pytest
 from support.environments.runners import LIMITS, LocalPool, make_rows, run_episodes, tell
 from support.environments.tool_functions import draw_slowly, fail
 
+from rlworker.base.errors import RunError
 from rlworker.environments import Episode
-from rlworker.environments.record import Reply
-from rlworker.errors import RunError
-from rlworker.rollouts.episode_state import EpisodeStates
+from rlworker.environments.record import LostWorker
 
 HERE = __file__
 
@@ -51,7 +50,7 @@ def test_episodes_do_not_depend_on_processes_or_durations(rows):
 
 
 @pytest.mark.parametrize("lose", [{0: -1}, {1: -1}, {2: -1}, {0: -1, 2: -1, 4: -1}])
-def test_episodes_begun_anew_are_the_same(rows, lose):
+def test_episodes_that_run_again_are_the_same(rows, lose):
     limits, heard = LIMITS.__class__(8, 80, 8, 5.0, 5.0), []
     whole = run_episodes(LocalPool(chat, 2, limits), rows)
     lost = run_episodes(LocalPool(chat, 2, limits, lose), rows, note_lost=heard.append)
@@ -59,63 +58,101 @@ def test_episodes_begun_anew_are_the_same(rows, lose):
     assert heard == [{"environment worker 0": "died"}] * len(lose)
 
 
-async def ask_oracle(policy, row):
-    """What the tool answers is never the same twice."""
-    episode = Episode(row)
-    await policy.sample(episode)
-    episode.observe(f"{await policy.tool(draw_slowly, -1)};")
-    await policy.sample(episode)
-    episode.observe(f"{await policy.tool(draw_slowly, -1)};")
-    await policy.sample(episode)
-    return episode
+@pytest.mark.parametrize(("differs", "texts"), [(False, "012"), (True, "023")])
+def test_an_episode_that_runs_again_has_the_same_samples_until_it_writes_otherwise(rows, differs, texts):
+    """Its process is lost as it asks for the third sample. The text of a sample is the number of samples before it."""
+    runs, drawn = [], []
 
-
-def test_tools_are_not_called_again_by_episodes_that_begin_anew(rows):
-    pool = LocalPool(ask_oracle, lose={2: -1})
-    (record,) = run_episodes(pool, rows[:1])
-    assert record.failure is None and record.turns == 3 and record.tool_calls == 2
-    (job,) = next(jobs for jobs, _ in pool.messages[1:] if jobs)
-    assert sorted(job.tools) == [0], "the second tool was called in the round that was lost"
-
-
-def test_an_episode_that_writes_something_else_when_it_begins_anew_says_so(rows):
-    texts = iter("abcdef")
-
-    async def differ(policy, row):
-        episode = Episode(row, next(texts))
-        await policy.sample(episode)
-        await policy.sample(episode)
+    async def write(policy, row):
+        runs.append(row)
+        episode = Episode(row)
+        for _ in range(3):
+            await policy.sample(episode)
+            episode.observe(str(len(runs)) if differs else "1")
         return episode
 
-    (record,) = run_episodes(LocalPool(differ, lose={1: -1}), rows[:1])
-    assert record.failure and record.failure[0] == "raised"
-    assert "wrote another context than before; draw random numbers from policy.random" in record.failure[1]
+    def say(ids, number):
+        drawn.append(ids)
+        return str(len(drawn) - 1)
+
+    (record,) = run_episodes(LocalPool(write, lose={2: -1}), rows[:1], say=say)
+    assert record.failure is None and len(runs) == 2 and len(drawn) == (4 if differs else 3)
+    written = [text for _, text in tell(record)[0][1:]]
+    assert written == [f"~{texts[0]}<eos>", written[1], f"~{texts[1]}<eos>", written[1], f"~{texts[2]}<eos>"]
+    assert written[1] == ("2" if differs else "1"), "of the run that came to its end"
+    assert [tuple(ids) for ids in drawn[-2:]] == [prompt_of(record, 1), prompt_of(record, 2)]
 
 
-def test_an_episode_is_to_blame_where_its_process_is_lost_twice(rows):
-    heard = []
-    first, second = run_episodes(LocalPool(chat, lose={0: 0, 1: 0}), rows[:2], default=-1.0, note_lost=heard.append)
-    assert first.failure == ("died", "turn 1: its process died (it exited, crashed or had no memory left)")
-    assert first.reward == -1.0 and second.failure is None and heard == []
-    first, second = run_episodes(LocalPool(chat, lose={0: 0}), rows[:2], note_lost=heard.append)
-    assert first.failure is None and heard == [{"environment worker 0": "died"}], "once: the process was lost"
-    first, second = run_episodes(LocalPool(chat, lose={0: 0}), rows[:2])
-    assert first.failure and second.failure is None, "where none may be lost, the episode is to blame at once"
+def prompt_of(record, turn):
+    """The ids that stand before the sample of a turn, in an episode of one sequence."""
+    (segments,) = record.sequences
+    before = segments[: [segment.turn for segment in segments].index(turn)]
+    return tuple(int(token) for segment in before for token in segment.token_ids)
 
 
-def test_an_episode_is_not_to_blame_for_what_rays_memory_monitor_ends(rows):
-    """Where none may be lost too; the second time it is."""
-    fate = "was ended by Ray's memory monitor, holding 3 GiB"
-    pool, again = LocalPool(chat, lose={0: 0}), LocalPool(chat, lose={0: 0, 1: 0})
-    pool.fate = again.fate = fate
-    assert tell_all(run_episodes(pool, rows[:2])) == tell_all(run_episodes(LocalPool(chat), rows[:2]))
-    first, second = run_episodes(again, rows[:2])
-    assert first.failure == ("died", f"turn 1: its process {fate}") and second.failure is None
+async def chat_once(policy, row):
+    row.source["runs"].append(row.answer)
+    return await chat(policy, row)
 
 
-def test_processes_that_are_lost_time_and_again_end_the_run(rows):
+chat_once.runs_once = True
+
+
+DIED = "its process died (it exited, crashed or had no memory left)"
+
+
+def test_an_episode_that_may_run_only_once_fails_with_its_process_at_once():
+    """With all others that the process had begun; those of another process go on."""
+    begun, heard = [], []
+    rows = [replace(row, source={"runs": begun}) for row in make_rows("0+", "1+", "2+", "4+", "5+")]
+    pool = LocalPool(chat_once, 2, lose={2: -1})
+    records = run_episodes(pool, rows, default=-1.0, note_lost=heard.append)
+    assert sorted(begun) == ["0", "1", "2", "4", "5"], "none ran twice"
+    failures = [record.failure for record in records]
+    assert failures[0] is None, "it had ended before"
+    assert failures[1:3] == [("died", f"turn 2: {DIED}, and this environment runs once")] * 2
+    assert failures[3:] == [None, None]
+    assert [record.reward for record in records[1:3]] == [-1.0, -1.0] and heard == [{"environment worker 0": "died"}]
+
+
+def test_an_episode_that_no_process_has_begun_runs_though_it_may_only_once(rows):
+    begun = []
+    rows = [replace(row, source={"runs": begun}) for row in rows[:2]]
+    pool, messages = LocalPool(chat_once), []
+    begin = pool.begin
+
+    def begin_later(slot, *message):
+        messages.append(message)
+        if len(messages) > 1:
+            return begin(slot, *message)
+        pool.replies[slot] = LostWorker("environment worker 0", "died", -1, has_begun=False)
+
+    pool.begin = begin_later
+    assert [record.failure for record in run_episodes(pool, rows)] == [None, None] and len(begun) == 2
+
+
+def test_an_episode_has_failed_once_it_was_run_again_twice(rows):
+    """The other episode of its process is run again as often, and ends well."""
+    heard, lose = [], {0: 0, 1: 0, 2: 0}
+    first, second = run_episodes(LocalPool(chat, lose=lose), rows[:2], default=-1.0, note_lost=heard.append)
+    assert first.failure == ("died", f"turn 0: {DIED}, and so in 3 runs") and first.reward == -1.0
+    assert second.failure is None and heard == [], "the process was not to blame"
+
+    first, second = run_episodes(LocalPool(chat, lose={0: 0, 1: 0}), rows[:2], note_lost=heard.append)
+    assert first.failure is None and heard == [{"environment worker 0": "died"}] * 2, "the episode was not to blame"
+
+
+def test_what_rays_memory_monitor_did_is_told(rows):
+    pool = LocalPool(chat, lose={0: 0, 1: 0, 2: 0})
+    pool.fate = "was ended by Ray's memory monitor, holding 3 GiB"
+    first, second = run_episodes(pool, rows[:2])
+    assert first.failure == ("died", f"turn 0: its process {pool.fate}, and so in 3 runs") and second.failure is None
+
+
+@pytest.mark.parametrize("rounds", [range(9), (2, 4, 6)], ids=["at once", "before anything new is asked for"])
+def test_processes_that_are_lost_time_and_again_end_the_run(rows, rounds):
     with pytest.raises(RunError, match="environment worker 0 died, 3 times in a row, while no episode ran"):
-        run_episodes(LocalPool(chat, lose=dict.fromkeys(range(9), -1)), rows)
+        run_episodes(LocalPool(chat, lose=dict.fromkeys(rounds, -1)), rows[2:3])
 
 
 async def misbehave(policy, row):
@@ -261,10 +298,6 @@ def test_a_task_that_episodes_share_outlives_the_time_of_the_first(tmp_path):
     assert [record.failure for record in records] == [None, None] and shared[0].done()
 
 
-def test_a_tool_that_answers_after_its_episode_has_gone_is_passed_over():
-    assert [*EpisodeStates().take(Reply(tools=[(7, 0, b"late")]))] == []
-
-
 async def block(policy, row):
     episode = Episode(row)
     await policy.sample(episode)
@@ -294,5 +327,5 @@ def test_an_environment_that_holds_its_process_is_interrupted_and_its_line_named
         start, message, places = record.failure[1].partition(f"held its process for {LIMITS.time_limit_s:g} s, at ")
         assert start == "turn 1: " and message
         assert inner in lines[int(places.split(":")[-1]) - 1], record.failure
-    number, turn, where = json.loads(Path(block_file).read_text())
-    assert (number, turn) == (2, 1) and HERE in where, "for whoever would have had to end the process"
+    number, where = json.loads(Path(block_file).read_text())
+    assert number == 2 and HERE in where, "for whoever would have had to end the process"

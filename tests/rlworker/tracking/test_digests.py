@@ -11,11 +11,11 @@ from support.ranks.engines_cases import build_engine, make_batch, plan
 from support.ranks.pool import draw_address
 
 from engines.models.folders.hf_folder import save_hf_folder
+from rlworker.base import digests
+from rlworker.base.digests import DIGESTS, FileDigest, digest_files, find_damage, list_files
+from rlworker.base.errors import RunError
 from rlworker.checks.reference.huggingface import probe_loss
 from rlworker.config.run import RunConfig
-from rlworker.errors import RunError
-from rlworker.tracking import digests
-from rlworker.tracking.digests import DIGESTS, FileDigest, digest_files, find_damage, list_files
 from rlworker.tracking.run_folder import RunFolder, Score
 
 FLIPS = 40

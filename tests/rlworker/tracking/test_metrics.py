@@ -15,9 +15,9 @@ import torch
 
 from engines.batch.batch import TrainBatch
 from engines.config import LoraConfig, MegatronConfig
+from rlworker.base.terminal import log_start, read_process_age
 from rlworker.tracking import log as metrics
 from rlworker.tracking.log import RL_LINE, RunLog
-from rlworker.tracking.terminal import log_start, read_process_age
 from rlworker.tracking.trackers import TrackedRun, Trackers
 
 
@@ -66,7 +66,7 @@ PROGRAM = """
 import os, select, sys
 from pathlib import Path
 from rlworker.tracking.log import RL_LINE, RunLog
-from rlworker.tracking.terminal import LOGGER, log_start
+from rlworker.base.terminal import LOGGER, log_start
 from rlworker.tracking.trackers import TrackedRun, Trackers
 log = RunLog(Path(sys.argv[1]), 2, 0, Trackers([], TrackedRun(Path(sys.argv[1]), 0, {})))
 for call in sys.argv[2:]:

@@ -11,10 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from rlworker.base.terminal import LOGGER
 from rlworker.config.command_line import parse_config
 from rlworker.config.run import RunConfig
 from rlworker.tracking.log import RunLog, read_metrics
-from rlworker.tracking.terminal import LOGGER
 from rlworker.tracking.trackers import TrackedRun, Trackers, check_trackers
 
 WANDB_RUNS = """

@@ -19,6 +19,7 @@ from rlworker.environments import Episode
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 MEAN_LIMIT, MAX_LIMIT = 2e-6, 1e-3
+KILLS = 10
 
 
 async def environment(policy, row):
@@ -53,7 +54,7 @@ def config(make_hf_model, tmp_path_factory, by_value):
         actor=MegatronConfig(ranks=2, optimizer=OptimizerConfig(lr=3e-3, adam_eps=1e-5)),
         rollout=VllmConfig(max_new_tokens=4, max_model_len=32, max_num_seqs=128, kv_cache_mb=64),
         environment=EnvironmentConfig(turns=3, tokens=32, workers=2, time_limit_s=20.0),
-        recovery=RecoveryConfig(restarts=3),
+        recovery=RecoveryConfig(restarts=KILLS + 1),
         steps=3,
         prompts_per_step=8,
         samples_per_prompt=4,
@@ -122,7 +123,7 @@ def test_the_run_folder_has_episodes_turn_by_turn(finished):
 
 
 def test_a_run_of_episodes_repeats_line_for_line_also_where_processes_are_killed(finished, config, tmp_path):
-    """Tools of random duration; processes of environments, and an engine, are killed in the middle of rounds."""
+    """Tools of random duration; ten processes of environments, and an engine, are killed in the middle of rounds."""
 
     def kill_some(trainer):
         import ray
@@ -133,16 +134,15 @@ def test_a_run_of_episodes_repeats_line_for_line_also_where_processes_are_killed
             if equal_shares:  # the canary's
                 return sample(requests, stream, equal_shares)
             call = next(calls)
-            victims = {3: trainer.manager.loop._pool.workers[0], 5: trainer.manager.loop._pool.workers[1]}
-            victims |= {8: trainer.rollouts.workers[0]}
-            if call in victims:
-                os.kill(ray.get(victims[call].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            if call <= KILLS:
+                victim = trainer.manager.loop._pool.workers[call % 2] if call < KILLS else trainer.rollouts.workers[0]
+                os.kill(ray.get(victim.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
             return sample(requests, stream)
 
         trainer.rollouts.sample = sample_and_kill
 
     assert run(config, tmp_path / "killed", before=kill_some) == finished[0]
-    assert len((tmp_path / "killed" / "outages.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "killed" / "outages.jsonl").read_text().splitlines()) == KILLS + 1
 
 
 def test_an_environment_that_fails_is_counted_and_the_run_goes_on(config, tmp_path, capsys):

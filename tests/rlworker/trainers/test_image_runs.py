@@ -9,13 +9,13 @@ from support.huggingface import compute_logprobs
 
 from engines.config import MegatronConfig, OptimizerConfig, VllmConfig
 from recipes.common import squares
+from rlworker.base.errors import RunError
 from rlworker.checks.reference.huggingface import load_huggingface
 from rlworker.checks.tiny.models import make_tiny_vlm
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig, EnvironmentConfig, LimitsConfig
 from rlworker.environments import Episode
 from rlworker.environments.reward import exact_match
-from rlworker.errors import RunError
 from rlworker.rollouts.trajectory import batch_groups
 from rlworker.tracking.log import StepClock, read_metrics
 

@@ -7,7 +7,7 @@ import pytest
 from outages import cause_outage
 
 from recipes.common.addition import make_data, make_model
-from rlworker.errors import RunError
+from rlworker.base.errors import RunError
 
 WHERE, LOST = "step 2, phase update", {"actor rank 0": "died"}
 

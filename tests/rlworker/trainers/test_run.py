@@ -14,11 +14,11 @@ import pytest
 
 from engines.config import VllmConfig
 from hardware.cpu import platform
+from rlworker.base import digests
+from rlworker.base.errors import NothingScored, RunError
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import CheckpointConfig
 from rlworker.config.validation import ValidationConfig
-from rlworker.errors import NothingScored, RunError
-from rlworker.tracking import digests
 from rlworker.tracking import run_folder as checkpoint
 from rlworker.tracking.log import RL_LINE, read_metrics
 from rlworker.tracking.run_folder import Score

@@ -10,10 +10,10 @@ from support.program import run_program
 from engines.config import VllmConfig
 from recipes.common.addition import make_data, make_model
 from rlworker.__main__ import main
+from rlworker.base.errors import RunError
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig
 from rlworker.environments import exact_match
-from rlworker.errors import RunError
 
 
 @pytest.fixture(scope="module")

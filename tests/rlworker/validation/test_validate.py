@@ -10,6 +10,7 @@ import pytest
 from support.environments.runners import Engines, LocalPool, encode, make_codec, make_loop, make_sample
 
 from engines.config import VllmConfig
+from rlworker.base.errors import RunError
 from rlworker.config.run import RunConfig
 from rlworker.config.sections import DataConfig, EnvironmentConfig
 from rlworker.config.sft import SftConfig
@@ -17,7 +18,6 @@ from rlworker.config.validation import ValidationConfig
 from rlworker.data.rows import Row
 from rlworker.environments import Episode, one_turn
 from rlworker.environments.parts import combine_parts
-from rlworker.errors import RunError
 from rlworker.tracking.run_folder import Score
 
 SAMPLES = ("5", "7", "7", "8")

@@ -104,7 +104,7 @@ def run(
     """Run an environment's episode of each row in turns: their trajectories."""
     pool = LocalPool(environment, limits=limits, lose=lose, codec=codec or make_chat_codec())
     loop = make_loop(pool, ToolEngines(say))
-    loop.repeat_lost(lambda lost: None, 60.0)
+    loop.note_lost(lambda lost: None, 60.0)
     groups = loop.wait(loop.begin(rows, Sampling(1, 1.0, 8, (), (EOS,))))
     for runner in pool.runners:
         runner.close()

@@ -17,7 +17,7 @@ from rlworker.environments.codec import Codec
 from rlworker.environments.policy import EpisodeLimits
 from rlworker.environments.processes.runner import EnvRunner
 from rlworker.environments.processes.worker import watch_runner
-from rlworker.environments.record import Job, LostWorker, Reply, Sample, Trajectory, Verdict
+from rlworker.environments.record import Answers, Job, LostWorker, Reply, Trajectory
 from rlworker.environments.reward import Environment
 
 if TYPE_CHECKING:
@@ -98,16 +98,9 @@ class LocalPool:
         self.replies.clear()
         self.runners = [self.make() for _ in self.runners]
 
-    def begin(
-        self,
-        slot: int,
-        jobs: Sequence[Job],
-        samples: Mapping[int, Sample],
-        longest_s: float | None,
-        verdicts: Mapping[int, Mapping[int, Verdict]],
-    ) -> None:
-        self.messages.append((jobs, samples))
-        self.replies[slot] = self.runners[slot].advance(jobs, samples, longest_s, verdicts)
+    def begin(self, slot: int, jobs: Sequence[Job], answers: Mapping[int, Answers], longest_s: float | None) -> None:
+        self.messages.append((jobs, answers))
+        self.replies[slot] = self.runners[slot].advance(jobs, answers, longest_s)
 
     def poll(self) -> dict[int, Reply | LostWorker]:
         ready = {slot: reply for slot, reply in self.replies.items() if slot not in self.held}
@@ -117,7 +110,7 @@ class LocalPool:
             number, self.rounds = self.rounds, self.rounds + 1
             if number in self.lose:
                 self.lose_first()
-                ready[0] = LostWorker("environment worker 0", self.fate, self.lose[number], 1, "")
+                ready[0] = LostWorker("environment worker 0", self.fate, self.lose[number])
         return ready
 
     def lose_first(self) -> None:
@@ -164,7 +157,7 @@ def run_episodes(
     """Run ``count`` episodes of each row in turns: their trajectories."""
     loop = make_loop(pool, Engines(say), default, served)
     if note_lost:
-        loop.repeat_lost(note_lost, 60.0)
+        loop.note_lost(note_lost, 60.0)
     groups = loop.wait(loop.begin(rows, Sampling(count, 1.0, 8, seed, (EOS,))))
     for runner in pool.runners:
         runner.close()

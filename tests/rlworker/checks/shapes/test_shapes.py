@@ -287,7 +287,7 @@ def test_collectives_are_those_that_gloo_ran(make_hf_model, four_ranks, sizes):
 
 @pytest.mark.large
 def test_a_rank_that_fails_is_named(tmp_path):
-    from rlworker.errors import RunError
+    from rlworker.base.errors import RunError
 
     config = make_config(write_config(tmp_path, TINY))
     (case,) = list_cases(config, ModelSpec.from_folder(config.model), [0])

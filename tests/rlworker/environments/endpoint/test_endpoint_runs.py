@@ -134,7 +134,7 @@ def test_clients_hear_the_ids_and_logprobs_that_were_sampled_and_huggingface_agr
                 ids, logprobs = batch.targets[span][turns == turn], batch.rollout_logprobs[span][turns == turn]
                 sampled[json.dumps([ids.tolist(), logprobs.tolist()])] += 1
     trained = Counter(json.dumps(each) for each in heard if each[1])  # not those of greedy validation
-    # Episodes of a killed process begin anew, and hear the same again.
+    # Episodes of a killed process run again, and hear the same again.
     assert {*trained} == {*sampled} and trained >= sampled and sampled.total() > 2 * EPISODES
     batch = batches[0]  # which the saved weights have sampled
     difference = (compute_logprobs(load_folder(config.model), batch) - batch.rollout_logprobs)[batch.mask].abs()
