@@ -99,11 +99,18 @@ def _explain(
 # -- the whole model
 
 
-def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], case: ProbeCase) -> list[Influence]:
+def probe_tokens(
+    engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], case: ProbeCase, leak_limit: float = 0.0
+) -> list[Influence]:
     """Compare the influence between tokens through the whole model with the rules of its layers together.
 
     Influence is allowed along any path through the layers' rules. It is required where a single layer's rule allows it;
     an influence by way of many tokens may be below the last bit.
+
+    Args:
+        leak_limit: change of a logprob or an entropy, in nats, from which on an influence that is not allowed is a
+            leak. In a model with experts another token's route changes the place of a token among an expert's rows, and
+            some processors round a product by its place. At 0 every changed bit is one.
     """
     columns, visible = list(case.columns), {rule: case.compute_visible(rule) for rule in set(rules)}
     reach = np.eye(sum(case.lengths), dtype=np.float32)  # [N, N]: i is reached by j through the layers so far
@@ -113,7 +120,7 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
     required = np.logical_or.reduce(list(visible.values()))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, engine.model.vocab - 1, (sum(case.lengths),), generator=generator)
-    effects, unchanged = [], {}
+    effects, beyond_limit, unchanged = [], [], {}
     for part in case.passes(_PASS_SLOTS, engine.platform.max_pack_sequences):
         repeated, copies = part.repeated(), len(part.columns)
         baseline = ids.repeat(copies)
@@ -123,13 +130,16 @@ def probe_tokens(engine: MegatronEngine, kind: str, rules: tuple[Rule, ...], cas
         before, after = unchanged[copies], _predictions(engine, kind, repeated, changed)
         if before is not None and after is not None:
             effects.append(_changes(before, after, copies).T)
+            beyond_limit.append(_changes(before, after, copies, leak_limit).T)
     before = _predictions(engine, kind, case, ids)
     with patch.object(engine, "pad_id", engine.model.vocab - 1):
         padded = _predictions(engine, kind, case, ids)
     if before is None or padded is None:
         return []
-    pads, heard = int(_changes(before, padded, 1).sum()), np.concatenate(effects, axis=1)
-    influence = case.judge(0, heard, reach[:, columns] > 0, required[:, columns], pads)
+    pads = int(_changes(before, padded, 1, leak_limit).sum())
+    allowed = reach[:, columns] > 0
+    heard = np.where(allowed, np.concatenate(effects, axis=1), np.concatenate(beyond_limit, axis=1))
+    influence = case.judge(0, heard, allowed, required[:, columns], pads)
     return [influence] if influence.leaks or influence.missing else []
 
 
@@ -323,7 +333,11 @@ def _axes(engine: MegatronEngine, positions: Tensor) -> Tensor:
     return positions[:, None].expand(-1, 3) if has_axes else positions
 
 
-def _changes(before: Tensor, after: Tensor, copies: int) -> np.ndarray:
-    """Compare outputs ``[N, ...]``: ``[copies, N / copies]`` bool, did anything change at a token? NaN is a change."""
-    same = (before == after).flatten(1).all(1)
+def _changes(before: Tensor, after: Tensor, copies: int, limit: float = 0.0) -> np.ndarray:
+    """Compare outputs ``[N, ...]``: ``[copies, N / copies]`` bool, did anything change at a token? NaN is a change.
+
+    Args:
+        limit: most that counts as no change.
+    """
+    same = ((before - after).abs() <= limit).flatten(1).all(1) if limit else (before == after).flatten(1).all(1)
     return ~same.cpu().numpy().reshape(copies, -1)

@@ -154,10 +154,11 @@ def check_attention(trainer: CheckedTrainer) -> list[Finding]:
 def check_tokens(trainer: CheckedTrainer) -> list[Finding]:
     """Check which tokens influence each other through the whole model, from token ids to entropies."""
     findings = []
+    leak_limit = _find_leak_limit(trainer)
     for kind in trainer.kinds:
         trainer.tell(f"tokens: {kind}")
         probe = trainer.case.token_probe
-        influences = list(chain(*trainer.call_ranks("probe_tokens", kind, trainer.model.rules, probe)))
+        influences = list(chain(*trainer.call_ranks("probe_tokens", kind, trainer.model.rules, probe, leak_limit)))
         findings.append(
             trainer.make_finding("tokens", f"{kind}, whole model", not influences, _describe_influences(influences))
         )
